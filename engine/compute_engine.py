@@ -1,0 +1,171 @@
+"""The contract of every engine: the ops as methods, tensors, batches, memory statistics."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from .dtypes import check_dtype, dtype_of_array, numpy_dtype
+from .op import Cost, Op
+from .step_parameters import StepParameters
+from .tensor import Tensor, TensorSpec
+from .verbs import OpVerbs
+
+
+class Rule:
+    """What an op's shape rule said for one combination of inputs and settings, kept because steps repeat."""
+
+    __slots__ = ("cost", "outputs", "scratch")
+
+    def __init__(self, op: Op, specs: Sequence[TensorSpec | None], settings: dict[str, Any]) -> None:
+        self.outputs = tuple(op.outputs(*specs, **settings))
+        self.scratch = tuple(op.scratch(*specs, **settings))
+        self.cost: Cost = op.cost(*specs, **settings)
+
+
+class ComputeEngine(OpVerbs, ABC):
+    """Carries out ops on tensors. Use one as a context manager, or call `close()`.
+
+    Ops are recorded; a batch opens by itself and is submitted by `flush_batch`, `end_batch` or a download. Values are
+    the same whatever the batching.
+    """
+
+    name: str = ""
+
+    def __init__(self) -> None:
+        self._rules: dict[Any, Rule] = {}
+        self.step_parameters = StepParameters()
+        self.closed = False
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
+    def rule_of(self, op: Op, inputs: Sequence[Tensor | None], settings: dict[str, Any]) -> Rule:
+        """Shape rule and cost of one call. Raises ValueError for shapes or engines that do not fit."""
+        specs = [None if t is None else t.spec for t in inputs]
+        key = (op, *specs, *settings.values())
+        rule = self._rules.get(key)
+        if rule is None:
+            rule = self._rules[key] = Rule(op, specs, settings)
+        for tensor in inputs:
+            if tensor is not None and tensor.engine is not self:
+                raise ValueError(f"{op.name}: an input lives on {tensor.engine.name}, this engine is {self.name}")
+        return rule
+
+    @abstractmethod
+    def execute(self, op: Op, inputs: tuple[Tensor | None, ...], **settings: Any) -> tuple[Tensor, ...]:
+        """Carry out one op; returns its outputs. Ops' own functions call this."""
+
+    # -- tensors -----------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def empty(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
+        """A tensor with undefined contents. Raises ValueError for a bad shape or dtype."""
+
+    @abstractmethod
+    def upload(self, tensor: Tensor, array: np.ndarray) -> None:
+        """Overwrite a tensor with an array of its shape; the array may change as soon as this returns."""
+
+    @abstractmethod
+    def download(self, tensor: Tensor) -> np.ndarray:
+        """The tensor's values as a fresh array. Submits what is recorded and waits for it."""
+
+    def tensor(self, values: Any, dtype: str | None = None) -> Tensor:
+        """A tensor with these values: float64 arrays become float32, every integer int32.
+
+        Raises ValueError for a type that cannot be stored, or integers outside the type's range.
+        """
+        array = np.asarray(values)
+        if array.dtype.kind == "b":
+            raise ValueError("cannot store booleans: convert them to int32 or float32 first")
+        dtype = check_dtype(dtype or dtype_of_array(array))
+        if array.dtype.kind in "iu" and dtype in ("int32", "uint32") and array.size:
+            info = np.iinfo(numpy_dtype(dtype))
+            if array.min() < info.min or array.max() > info.max:
+                raise ValueError(f"values {array.min()}..{array.max()} do not fit {dtype}")
+        tensor = self.empty(array.shape, dtype)
+        self.upload(tensor, array)
+        return tensor
+
+    def zeros(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
+        """A tensor of zeros."""
+        tensor = self.empty(shape, dtype)
+        self.zero_(tensor)
+        return tensor
+
+    @staticmethod
+    def checked_spec(shape: Sequence[int], dtype: str) -> TensorSpec:
+        """A spec from user input. Raises ValueError for negative sizes or more than 2^32 - 1 elements."""
+        sizes = tuple(int(n) for n in shape)
+        if any(n < 0 for n in sizes):
+            raise ValueError(f"negative size in shape {sizes}")
+        if math.prod(sizes) >= 2**32:
+            raise ValueError(f"shape {sizes} has 2^32 elements or more: kernels index with 32 bits; split the tensor")
+        return TensorSpec(sizes, check_dtype(dtype))
+
+    def checked_array(self, tensor: Tensor, array: np.ndarray) -> np.ndarray:
+        """The array in the tensor's element type, contiguous. Raises ValueError when the shapes differ."""
+        array = np.asarray(array)
+        if array.shape != tensor.shape:
+            raise ValueError(f"cannot upload an array of shape {array.shape} into a tensor of shape {tensor.shape}")
+        return np.ascontiguousarray(array, dtype=numpy_dtype(tensor.dtype))
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def begin_batch(self) -> None:
+        """Start recording. Raises RuntimeError inside a batch that was begun and not ended."""
+
+    @abstractmethod
+    def flush_batch(self) -> None:
+        """Submit what is recorded and go on recording; does not wait."""
+
+    @abstractmethod
+    def end_batch(self) -> None:
+        """Submit, wait for everything submitted, and destroy what was waiting for that."""
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """`with engine.batch():` is begin_batch and end_batch."""
+        self.begin_batch()
+        try:
+            yield
+        finally:
+            self.end_batch()
+
+    def set_step_parameters(self, parameters: StepParameters) -> None:
+        """Values that ops recorded from now on read: seed, step, micro-batch, learning rate, ..."""
+        self.step_parameters = parameters
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+    @contextmanager
+    def parameter_pool(self) -> Iterator[None]:
+        """Tensors made inside live long (parameters, moments): they get a pool of their own."""
+        yield
+
+    @abstractmethod
+    def pool_stats(self) -> dict[str, Any]:
+        """Statistics of each pool by name. Never empty."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Start the peak statistics anew from what is live."""
+
+    def release_idle_pool_blocks(self) -> int:
+        """Return wholly idle blocks to the driver; bytes returned. Waits for nothing: safe inside a batch."""
+        return 0
+
+    # -- life --------------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Wait for the device and give everything back. Tensors of this engine are dead afterwards."""
+        self.closed = True
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"

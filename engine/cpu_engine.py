@@ -1,0 +1,101 @@
+"""The engine that runs the NumPy references: float32 for use, float64 as the oracle of the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..memory_pool import DirectLedger
+from .compute_engine import ComputeEngine
+from .dtypes import numpy_dtype
+from .op import Op
+from .tensor import Storage, Tensor, TensorSpec
+
+
+class CpuEngine(ComputeEngine):
+    """Carries out every op at once with its reference.
+
+    dtype: "float32", or "float64" to hold and compute every float32 tensor in double precision.
+    Raises ValueError for another dtype.
+    """
+
+    def __init__(self, dtype: str = "float32") -> None:
+        super().__init__()
+        if dtype not in ("float32", "float64"):
+            raise ValueError(f"CpuEngine computes in float32 or float64, not {dtype!r}")
+        self.name = "cpu" if dtype == "float32" else "cpu-float64"
+        self._float = np.dtype(dtype)
+        self.ledger = DirectLedger()
+        self._in_batch = False
+
+    def _held_dtype(self, dtype: str) -> Any:
+        return self._float if dtype == "float32" else numpy_dtype(dtype)
+
+    def _wrap(self, spec: TensorSpec, array: np.ndarray) -> Tensor:
+        if array.shape != spec.shape:
+            raise AssertionError(f"reference gave shape {array.shape}, the shape rule said {spec.shape}")
+        held = np.ascontiguousarray(array, dtype=self._held_dtype(spec.dtype)).reshape(-1)
+        if held.base is not None or held is array:  # an op's output never shares memory with another tensor
+            held = held.copy()
+        self.ledger.allocate(held.nbytes)
+        return Tensor(self, spec, Storage(held, held.nbytes, 0, self._give_back))
+
+    def _give_back(self, storage: Storage) -> None:
+        self.ledger.free(storage.nbytes)
+
+    def _view(self, tensor: Tensor) -> np.ndarray:
+        flat = tensor.storage.handle
+        # Offsets count bytes of the declared type; the oracle holds float32 in 8 bytes an element.
+        start = tensor.offset // numpy_dtype(tensor.dtype).itemsize
+        return flat[start : start + tensor.size].reshape(tensor.shape)
+
+    def execute(self, op: Op, inputs: tuple[Tensor | None, ...], **settings: Any) -> tuple[Tensor, ...]:
+        """Run the op's reference."""
+        rule = self.rule_of(op, inputs, settings)
+        arrays = [None if t is None else self._view(t) for t in inputs]
+        if op.takes_step:
+            settings["step"] = self.step_parameters
+        with np.errstate(all="ignore"):
+            results = op.reference(*arrays, **settings)
+        return tuple(self._wrap(spec, np.asarray(a)) for spec, a in zip(rule.outputs, results, strict=True))
+
+    def empty(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
+        """A tensor; filled with NaN (or the largest integer) so that a read before the first write shows."""
+        spec = self.checked_spec(shape, dtype)
+        held = self._held_dtype(dtype)
+        fill = np.nan if held.kind == "f" else np.iinfo(held).max
+        return self._wrap(spec, np.full(spec.shape, fill, held))
+
+    def upload(self, tensor: Tensor, array: np.ndarray) -> None:
+        """Overwrite a tensor's values."""
+        array = np.asarray(array)
+        if array.shape != tensor.shape:
+            raise ValueError(f"cannot upload an array of shape {array.shape} into a tensor of shape {tensor.shape}")
+        self._view(tensor)[...] = array
+
+    def download(self, tensor: Tensor) -> np.ndarray:
+        """A copy of the tensor's values (float64 on the oracle)."""
+        return self._view(tensor).copy()
+
+    def begin_batch(self) -> None:
+        """Marks a batch; ops run at once all the same."""
+        if self._in_batch:
+            raise RuntimeError("begin_batch inside a batch: call end_batch first")
+        self._in_batch = True
+
+    def flush_batch(self) -> None:
+        """Nothing is ever pending here."""
+
+    def end_batch(self) -> None:
+        """Ends the batch."""
+        self._in_batch = False
+
+    def pool_stats(self) -> dict[str, Any]:
+        """The ledger of host allocations, under "direct"."""
+        return {"direct": self.ledger.stats()}
+
+    def reset_peak(self) -> None:
+        """Start the peak anew from what is live."""
+        self.ledger.reset_peak()

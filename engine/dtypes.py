@@ -1,0 +1,56 @@
+"""Element types a tensor can have, and what they are called in NumPy and GLSL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+# name -> (bytes an element, NumPy type that holds the same bits)
+DTYPES: dict[str, tuple[int, Any]] = {
+    "float32": (4, np.dtype(np.float32)),
+    "int32": (4, np.dtype(np.int32)),
+    "uint32": (4, np.dtype(np.uint32)),
+    "float16": (2, np.dtype(np.float16)),
+    "bfloat16": (2, np.dtype(np.uint16)),  # NumPy has no bfloat16: the raw upper half of a float32
+}
+
+_FROM_NUMPY = {
+    "float64": "float32",
+    "float32": "float32",
+    "float16": "float16",
+    "int32": "int32",
+    "uint32": "uint32",
+    "int64": "int32",
+    "uint8": "int32",
+    "uint16": "int32",
+    "int16": "int32",
+    "int8": "int32",
+}
+
+
+def check_dtype(name: str) -> str:
+    """Return `name` if it is a known element type; raise ValueError with the list otherwise."""
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}: use one of {', '.join(DTYPES)}")
+    return name
+
+
+def itemsize(name: str) -> int:
+    """Bytes of one element."""
+    return DTYPES[name][0]
+
+
+def numpy_dtype(name: str) -> Any:
+    """The NumPy type that holds the same bits."""
+    return DTYPES[name][1]
+
+
+def dtype_of_array(array: np.ndarray) -> str:
+    """The tensor type an array is stored as: float64 becomes float32, every integer int32."""
+    try:
+        return _FROM_NUMPY[array.dtype.name]
+    except KeyError:
+        raise ValueError(
+            f"cannot store an array of dtype {array.dtype}: convert it to one of {', '.join(_FROM_NUMPY)} first"
+        ) from None

@@ -1,0 +1,162 @@
+"""A kernel: GLSL text, typed arguments, sizes. Everything the compiler and the recorder need, and no Vulkan."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from functools import cached_property
+from pathlib import Path
+
+from .step_parameters import GLSL_STRUCT
+
+SHADER_DIR = Path(__file__).resolve().parent.parent / "shaders"
+
+# argument type -> (struct letter, alignment the recorder checks, GLSL type)
+_POINTERS = {
+    "f32": (4, "F32"),
+    "f32x4": (16, "F32x4"),
+    "u32": (4, "U32"),
+    "i32": (4, "I32"),
+    "u32x2": (8, "U32x2"),
+    "u32x4": (16, "U32x4"),
+}
+_SCALARS = {"uint": "I", "int": "i", "float": "f"}
+
+_HEADER = """#version 460
+#extension GL_EXT_buffer_reference : require
+#extension GL_EXT_buffer_reference2 : require
+#extension GL_EXT_buffer_reference_uvec2 : require
+#extension GL_EXT_control_flow_attributes : require
+#extension GL_EXT_scalar_block_layout : enable
+#extension GL_KHR_shader_subgroup_basic : require
+#extension GL_KHR_shader_subgroup_arithmetic : require
+#extension GL_KHR_shader_subgroup_ballot : require
+#extension GL_KHR_shader_subgroup_shuffle : require
+#extension GL_KHR_shader_subgroup_vote : require
+layout(buffer_reference, std430, buffer_reference_align = 4) buffer F32 { float v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 16) buffer F32x4 { vec4 v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) buffer U32 { uint v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) buffer I32 { int v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 8) buffer U32x2 { uvec2 v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 16) buffer U32x4 { uvec4 v[]; };
+"""
+
+_INCLUDE = re.compile(r'^#include "([\w./]+)"$', re.MULTILINE)
+
+
+def read_shader(name: str) -> str:
+    """The text of a file in shaders/, its #include lines replaced by the files they name."""
+    text = (SHADER_DIR / name).read_text(encoding="utf-8")
+    return _INCLUDE.sub(lambda match: read_shader(match.group(1)), text)
+
+
+class Argument:
+    """One push-constant argument: a pointer to what a tensor holds (with its access) or a scalar."""
+
+    __slots__ = ("access", "alignment", "glsl_type", "is_pointer", "letter", "name", "type")
+
+    def __init__(self, text: str) -> None:
+        words = text.split()
+        self.access = ""
+        if words == ["step"]:  # the step-parameter buffer: filled in by the recorder
+            self.access, self.type, self.name = "step", "step", "step"
+        elif len(words) == 3 and words[0] in ("in", "out", "inout") and words[1] in _POINTERS:
+            self.access, self.type, self.name = words
+        elif len(words) == 2 and words[0] in _SCALARS:
+            self.type, self.name = words
+        else:
+            raise ValueError(
+                f"kernel argument {text!r}: write 'in|out|inout TYPE NAME' with TYPE one of {', '.join(_POINTERS)}, "
+                f"'TYPE NAME' with TYPE one of {', '.join(_SCALARS)}, or 'step'"
+            )
+        self.is_pointer = bool(self.access)
+        if self.type == "step":
+            self.alignment, self.glsl_type = 16, "StepParameters"
+        elif self.is_pointer:
+            self.alignment, self.glsl_type = _POINTERS[self.type]
+        else:
+            self.alignment, self.glsl_type = 4, self.type
+        self.letter = "Q" if self.is_pointer else _SCALARS[self.type]
+
+
+class Kernel:
+    """A compute kernel, known by its text.
+
+    name: for people (profiles, errors). source: a file of shaders/ (ends in .comp) or GLSL text with a `void main()`.
+    args: comma-separated, pointers before scalars, for example
+    "in f32 x, out f32 y, step, uint n, float eps"; in GLSL they are `args.x`, `args.n`, ... and the hidden last
+    argument gives `group_index()`, the linear workgroup index (dispatches are one-dimensional and may be split).
+    local_size: invocations a workgroup, or subgroups: whole subgroups a workgroup (size from the device); in GLSL the
+    size is `gl_WorkGroupSize.x`. defines: preprocessor names and values.
+
+    Raises ValueError for malformed arguments or more than 128 bytes of them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: str,
+        args: str,
+        *,
+        local_size: int = 0,
+        subgroups: int = 0,
+        defines: dict[str, int | float | str] | None = None,
+    ) -> None:
+        if bool(local_size) == bool(subgroups):
+            raise ValueError(f"kernel {name!r}: give either local_size or subgroups")
+        self.name = name
+        self.local_size = local_size
+        self.subgroups = subgroups
+        self.defines = dict(defines or {})
+        self._source = source
+        self.args = [Argument(part.strip()) for part in args.split(",")]
+        names = [arg.name for arg in self.args]
+        if len(set(names)) != len(names):
+            raise ValueError(f"kernel {name!r}: argument names repeat in {args!r}")
+        flags = [arg.is_pointer for arg in self.args]
+        if flags != sorted(flags, reverse=True):
+            raise ValueError(f"kernel {name!r}: pointers (and step) come before scalars in {args!r}")
+        self.packer = struct.Struct("<" + "".join(arg.letter for arg in self.args) + "I")
+        if self.packer.size > 128:
+            raise ValueError(
+                f"kernel {name!r}: {self.packer.size} bytes of arguments, Vulkan promises 128: put the rest into a tensor"
+            )
+        self.num_pointers = sum(flags)
+        self.takes_step = "step" in names
+        self.step_index = names.index("step") if self.takes_step else -1
+        # (argument, mask) of every pointer that needs more than the 4 bytes all tensors have
+        self.alignment_masks = [
+            (i, arg.alignment - 1) for i, arg in enumerate(self.args) if arg.is_pointer and arg.alignment > 4
+        ]
+
+    @cached_property
+    def glsl(self) -> str:
+        """The complete text given to the compiler."""
+        body = read_shader(self._source) if self._source.endswith(".comp") else self._source
+        members = "".join(f"    {arg.glsl_type} {arg.name};\n" for arg in self.args)
+        defines = "".join(f"#define {key} {value}\n" for key, value in self.defines.items())
+        return (
+            _HEADER
+            + (GLSL_STRUCT if self.takes_step else "")
+            + defines
+            + "layout(local_size_x_id = 0) in;\n"
+            + f"layout(push_constant, std430) uniform Args {{\n{members}    uint group_base;\n}} args;\n"
+            + "uint group_index() { return args.group_base + gl_WorkGroupID.x; }\n"
+            + "#line 1\n"
+            + body
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the text: the key of compiled SPIR-V in the registry and the cache."""
+        return hashlib.sha256(self.glsl.encode()).hexdigest()[:32]
+
+    def workgroup_size(self, subgroup_size: int, max_invocations: int) -> int:
+        """Invocations a workgroup on a device with these limits."""
+        if self.local_size:
+            return min(self.local_size, max_invocations)
+        return subgroup_size * max(1, min(self.subgroups, max_invocations // subgroup_size))
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name})"

@@ -1,0 +1,79 @@
+"""What an op is: one shape rule, one cost, one NumPy reference, one Vulkan launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .tensor import Tensor, TensorSpec
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+
+class Cost(NamedTuple):
+    """Work of one call: floating-point operations, and bytes each tensor moves if read and written once."""
+
+    flops: int
+    bytes_read: int
+    bytes_written: int
+
+
+class Op:
+    """Base of all ops. An instance is stateless; its inputs are tensors or None (optional ones left out).
+
+    Subclasses define, with the op's own inputs as positional and its settings as keyword parameters:
+
+    - `outputs(*specs, **settings)`: TensorSpecs of what it allocates; raises ValueError naming a wrong shape.
+    - `reference(*arrays, **settings)`: NumPy arrays of the outputs. Keeps the arrays' float type (float32, or float64
+      as the oracle) and changes arrays listed in `writes` in place.
+    - `launch(gpu, inputs, outputs, **settings)`: calls `gpu.dispatch(kernel, num_groups, *arguments)`.
+    - `flops(*specs, **settings)`: floating-point operations.
+    - `kernels()`: every kernel the launch can ask for, to be compiled ahead of time.
+
+    `writes` lists the positions of inputs that are changed in place. `scratch(*specs, **settings)` lists temporaries
+    that live for the one call; launch receives them behind the outputs.
+    """
+
+    name: str = ""
+    writes: tuple[int, ...] = ()
+    takes_step: bool = False  # reference receives step=StepParameters
+
+    outputs: Callable[..., Sequence[TensorSpec]]
+    reference: Callable[..., Sequence[Any]]
+    launch: Callable[..., None]
+    flops: Callable[..., int]
+
+    def scratch(self, *specs: TensorSpec | None, **settings: Any) -> Sequence[TensorSpec]:
+        """Temporaries of one call; none unless overridden."""
+        return ()
+
+    def kernels(self) -> Iterable[Kernel]:
+        """Kernels to compile ahead of time; none unless overridden."""
+        return ()
+
+    def cost(self, *specs: TensorSpec | None, **settings: Any) -> Cost:
+        """FLOPs, and bytes moved when every tensor is read and written once."""
+        written = sum(spec.nbytes for spec in self.outputs(*specs, **settings))
+        written += sum(specs[i].nbytes for i in self.writes if specs[i] is not None)  # type: ignore[union-attr]
+        read = sum(spec.nbytes for spec in specs if spec is not None)
+        return Cost(self.flops(*specs, **settings), read, written)
+
+    def __repr__(self) -> str:
+        return f"Op({self.name})"
+
+
+OPS: dict[str, Op] = {}
+
+
+def register(op: Op) -> Op:
+    """Enter an op into the table that planning, profiling and ahead-of-time compilation go through."""
+    if op.name in OPS:
+        raise ValueError(f"two ops are called {op.name!r}")
+    OPS[op.name] = op
+    return op
+
+
+def spec_of(tensor: Tensor | None) -> TensorSpec | None:
+    """The spec of a tensor, None for an input left out."""
+    return None if tensor is None else tensor.spec

@@ -1,0 +1,106 @@
+"""What the Vulkan and Plan engines share: every tensor in a block pool, and the same order of allocations."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ..memory_pool import BlockPool, PoolExhaustedError, PoolRange, PoolStats
+from .compute_engine import ComputeEngine, Rule
+from .op import Op
+from .tensor import Storage, Tensor, TensorSpec
+
+STEP, PARAMETER = "step", "parameter"
+
+
+class PooledEngine(ComputeEngine):
+    """Allocates outputs and temporaries of ops from two pools: parameters and moments, and what one step needs.
+
+    Subclasses say where blocks come from and what launching means.
+    """
+
+    def __init__(self, source: Any, *, block_bytes: int) -> None:
+        super().__init__()
+        self.pools = {
+            STEP: BlockPool(source, block_bytes=block_bytes, name=STEP),
+            PARAMETER: BlockPool(source, block_bytes=block_bytes, name=PARAMETER),
+        }
+        self._pool = self.pools[STEP]
+        self.guard_bytes = 0  # around every tensor; VKFOLD_DEBUG
+
+    # -- allocation --------------------------------------------------------------------------------------------------
+    def _allocate(self, spec: TensorSpec) -> Tensor:
+        nbytes, guard = spec.nbytes, self.guard_bytes
+        pool = self._pool
+        try:
+            range_ = pool.allocate(nbytes + 2 * guard)
+        except PoolExhaustedError:
+            # Idle blocks of the other pool, and blocks waiting for a fence, may be what is missing.
+            self._recover_memory()
+            range_ = pool.allocate(nbytes + 2 * guard)
+        storage = Storage((pool, range_), nbytes, self._address(range_) + guard, self._give_back)
+        if guard:
+            self._guard(storage)
+        return Tensor(self, spec, storage)
+
+    def _guard(self, storage: Storage) -> None:
+        """Called for each fresh storage when guard_bytes is set."""
+
+    def _give_back(self, storage: Storage) -> None:
+        if not self.closed:
+            pool, range_ = storage.handle
+            pool.free(range_)
+
+    def _recover_memory(self) -> None:
+        self.release_idle_pool_blocks()
+
+    @abstractmethod
+    def _address(self, range_: PoolRange) -> int:
+        """Device address of a range; 0 where there is no device."""
+
+    @abstractmethod
+    def _launch(self, op: Op, rule: Rule, inputs: Sequence[Tensor | None], made: list[Tensor], settings: Any) -> None:
+        """Record one op: `made` holds its outputs, then its temporaries."""
+
+    def execute(self, op: Op, inputs: tuple[Tensor | None, ...], **settings: Any) -> tuple[Tensor, ...]:
+        """Allocate the outputs and record the op."""
+        rule = self.rule_of(op, inputs, settings)
+        made = [self._allocate(spec) for spec in rule.outputs]
+        if rule.scratch:
+            self._launch(op, rule, inputs, made + [self._allocate(spec) for spec in rule.scratch], settings)
+        else:
+            self._launch(op, rule, inputs, made, settings)
+        return tuple(made)
+
+    def empty(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
+        """A tensor with undefined contents."""
+        return self._allocate(self.checked_spec(shape, dtype))
+
+    @contextmanager
+    def parameter_pool(self) -> Iterator[None]:
+        """Tensors made inside come from the parameter pool."""
+        before, self._pool = self._pool, self.pools[PARAMETER]
+        try:
+            yield
+        finally:
+            self._pool = before
+
+    # -- statistics --------------------------------------------------------------------------------------------------
+    def pool_stats(self) -> dict[str, PoolStats]:
+        """Statistics of the step pool and the parameter pool."""
+        return {name: pool.stats() for name, pool in self.pools.items()}
+
+    def reset_peak(self) -> None:
+        """Start the peaks anew from what is live."""
+        for pool in self.pools.values():
+            pool.reset_peak()
+
+    def set_retain_free_bytes(self, nbytes: int) -> None:
+        """Idle bytes of the step pool that `release_idle_pool_blocks` keeps, against thrash."""
+        self.pools[STEP].set_retain_free_bytes(nbytes)
+
+    def release_idle_pool_blocks(self) -> int:
+        """Return wholly idle blocks to the driver, except the retained bytes. Returns the bytes given back."""
+        return sum(pool.release_idle_blocks() for pool in self.pools.values())

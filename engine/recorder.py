@@ -1,0 +1,282 @@
+"""Turns dispatches, copies and fills into command buffers. The only place that writes barriers.
+
+A full memory barrier lies before every command, so a dead tensor's bytes may serve a later op of the same batch, and
+one to the host at the end of every submit. Long work is split so that no dispatch and no submit runs near a driver's
+watchdog (about 2 s): by workgroup, never along a reduction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import VkfoldError
+from .kernel import Kernel
+from .kernel_registry import spirv_for
+from .tensor import Tensor
+from .vulkan_api import Buffer, CommandBuffer, Device, Fence
+
+MAX_GROUPS = 65535  # promised by every Vulkan device, per dimension
+# Work a device surely does in a second, in FLOPs (bytes moved count four times): a floor, not an estimate.
+_WORK_PER_SECOND = {"cpu": 2e9, "gpu": 2e11}
+_DISPATCH_SECONDS, _SUBMIT_SECONDS = 0.25, 1.0
+STAGING_BYTES = 4 * 2**20
+
+
+class Batch:
+    """One submit: its command buffer, and what may be destroyed or reused once its fence has signalled."""
+
+    __slots__ = ("commands", "fence", "retired", "staging", "work")
+
+    def __init__(self, commands: CommandBuffer, fence: Fence) -> None:
+        self.commands = commands
+        self.fence = fence
+        self.retired: list[Buffer] = []
+        self.staging: list[Buffer] = []
+        self.work = 0.0
+
+
+class Recorder:
+    """Records into an open batch, submits batches in order, and reclaims finished ones.
+
+    Ops see it as their launcher: `dispatch`, `fill_zero`, and what kind of device this is.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.subgroup_size: int = device.subgroup_size
+        self.max_invocations: int = device.max_workgroup_invocations
+        self.is_cpu: bool = device.is_cpu
+        self.driver: str = device.driver_name
+        rate = _WORK_PER_SECOND["cpu" if device.is_cpu else "gpu"]
+        self._dispatch_work = rate * _DISPATCH_SECONDS
+        self._submit_work = rate * _SUBMIT_SECONDS
+        self._pipelines: dict[Kernel, Any] = {}
+        self._current: Batch | None = None
+        self._in_flight: list[Batch] = []
+        self._spare: list[Batch] = []
+        self._staging: list[Buffer] = []
+        self._staging_used = STAGING_BYTES  # of the newest staging buffer of the open batch
+        self.step_address = 0
+        self.op_work = 0.0  # of the op being launched; set by the engine
+        self.num_dispatches = 0
+        self.num_submits = 0
+
+    # -- recording ---------------------------------------------------------------------------------------------------
+    def _open(self) -> Batch:
+        batch = self._current
+        if batch is None:
+            batch = self._spare.pop() if self._spare else Batch(self.device.create_command_buffer(), self.device.create_fence())
+            batch.commands.begin()
+            self._current = batch
+        return batch
+
+    def pipeline(self, kernel: Kernel) -> Any:
+        """The compiled pipeline of a kernel, made at first use."""
+        found = self._pipelines.get(kernel)
+        if found is None:
+            size = kernel.workgroup_size(self.subgroup_size, self.max_invocations)
+            found = self.device.create_pipeline(
+                spirv_for(kernel),
+                size,
+                kernel.packer.size,
+                kernel.name,
+                self.subgroup_size if kernel.subgroups else None,
+            )
+            self._pipelines[kernel] = found
+        return found
+
+    def dispatch(self, kernel: Kernel, num_groups: int, *args: Any) -> None:
+        """Record a dispatch of `num_groups` workgroups, split where it would run too long.
+
+        args: one value an argument of the kernel, in order, the step pointer left out: tensors, (tensor, byte offset)
+        pairs, or numbers. Raises VkfoldError for an address that breaks the alignment the kernel declares.
+        """
+        if num_groups <= 0:
+            return
+        pipeline = self._pipelines.get(kernel) or self.pipeline(kernel)
+        values = []
+        for arg in args:
+            kind = type(arg)
+            if kind is Tensor:
+                values.append(arg.address)
+            elif kind is tuple:
+                values.append(arg[0].address + arg[1])
+            else:
+                values.append(arg)
+        if kernel.takes_step:
+            values.insert(kernel.step_index, self.step_address)
+        for index, mask in kernel.alignment_masks:
+            if values[index] & mask:
+                self._misaligned(kernel, index, values[index])
+        pieces = 1
+        if self.op_work > self._dispatch_work:
+            pieces = min(num_groups, int(self.op_work / self._dispatch_work) + 1)
+        step = min(MAX_GROUPS, -(-num_groups // pieces))
+        if step >= num_groups:
+            self._dispatch_piece(pipeline, kernel.packer.pack(*values, 0), num_groups, self.op_work)
+            return
+        share = self.op_work * step / num_groups
+        for base in range(0, num_groups, step):
+            packed = kernel.packer.pack(*values, base)
+            self._dispatch_piece(pipeline, packed, min(step, num_groups - base), share)
+
+    def _dispatch_piece(self, pipeline: Any, packed: bytes, groups: int, work: float) -> None:
+        batch = self._current or self._open()
+        if batch.work and batch.work + work > self._submit_work:
+            self.submit()
+            batch = self._open()
+        commands = batch.commands
+        commands.barrier()
+        commands.bind(pipeline)
+        commands.push(packed)
+        commands.dispatch(groups)
+        batch.work += work
+        self.num_dispatches += 1
+
+    @staticmethod
+    def _misaligned(kernel: Kernel, index: int, address: int) -> None:
+        arg = kernel.args[index]
+        raise VkfoldError(
+            f"kernel {kernel.name!r}: argument {arg.name!r} at address {address:#x} is not aligned to "
+            f"{arg.alignment} bytes: pass a tensor that starts there or use the scalar kernel"
+        )
+
+    def fill_zero(self, tensor: Tensor) -> None:
+        """Record zeroing a tensor (its whole aligned range)."""
+        self.fill(tensor, 0)
+
+    def fill(self, tensor: Tensor, word: int) -> None:
+        """Record filling a tensor with a 32-bit word. Sizes are rounded up to 4 bytes, within the tensor's range."""
+        buffer, offset = buffer_of(tensor)
+        self.fill_buffer(buffer, offset, (tensor.nbytes + 3) & ~3, word)
+
+    def fill_buffer(self, buffer: Buffer, offset: int, nbytes: int, word: int) -> None:
+        """Record filling a range of a buffer, both ends multiples of 4, with a 32-bit word."""
+        if nbytes:
+            commands = (self._current or self._open()).commands
+            commands.barrier()
+            commands.fill(buffer.handle, offset, nbytes, word)
+
+    def copy(self, source: Tensor, target: Tensor, nbytes: int) -> None:
+        """Record copying bytes from the start of one tensor to the start of another."""
+        if nbytes:
+            source_buffer, source_offset = buffer_of(source)
+            target_buffer, target_offset = buffer_of(target)
+            commands = (self._current or self._open()).commands
+            commands.barrier()
+            commands.copy(source_buffer.handle, source_offset, target_buffer.handle, target_offset, nbytes)
+
+    # -- host data ---------------------------------------------------------------------------------------------------
+    def write(self, buffer: Buffer, offset: int, data: Any) -> None:
+        """Record a copy of host bytes into a buffer. The bytes are staged at once and may change afterwards."""
+        view = memoryview(data).cast("B")
+        position = 0
+        while position < len(view):
+            batch = self._current or self._open()
+            if self._staging_used >= STAGING_BYTES:
+                batch.staging.append(self._staging.pop() if self._staging else self._new_staging())
+                self._staging_used = 0
+            staging = batch.staging[-1]
+            count = min(len(view) - position, STAGING_BYTES - self._staging_used)
+            staging.mapping[self._staging_used : self._staging_used + count] = view[position : position + count]
+            batch.commands.barrier()
+            batch.commands.copy(staging.handle, self._staging_used, buffer.handle, offset + position, count)
+            position += count
+            self._staging_used += (count + 15) & ~15
+            batch.work += count
+            if batch.work > self._submit_work:
+                self.submit()
+
+    def _new_staging(self) -> Buffer:
+        # Uploads larger than what may be in flight wait for the oldest batch instead of growing without bound.
+        while len(self._in_flight) > 8:
+            self._reclaim(self._in_flight.pop(0))
+        return self._staging.pop() if self._staging else self.device.create_buffer(STAGING_BYTES, host_visible=True)
+
+    def read(self, buffer: Buffer, offset: int, nbytes: int) -> bytearray:
+        """The bytes of a buffer after everything recorded so far. Submits and waits."""
+        result = bytearray(nbytes)
+        if nbytes == 0:
+            return result
+        size = min(nbytes, STAGING_BYTES)
+        staging = self._staging.pop() if self._staging else self.device.create_buffer(STAGING_BYTES, host_visible=True)
+        try:
+            for start in range(0, nbytes, size):
+                count = min(size, nbytes - start)
+                commands = (self._current or self._open()).commands
+                commands.barrier()
+                commands.copy(buffer.handle, offset + start, staging.handle, 0, count)
+                self.submit()
+                self.wait()
+                result[start : start + count] = staging.mapping[:count]
+        finally:
+            self._staging.append(staging)
+        return result
+
+    # -- submits -----------------------------------------------------------------------------------------------------
+    def submit(self) -> None:
+        """Close the open batch with a barrier to the host and hand it to the queue; does not wait."""
+        batch = self._current
+        if batch is None:
+            return
+        self._current = None
+        self._staging_used = STAGING_BYTES
+        batch.commands.host_barrier()
+        batch.commands.end()
+        self.device.submit(batch.commands, batch.fence)
+        self._in_flight.append(batch)
+        self.num_submits += 1
+        while self._in_flight and self._in_flight[0].fence.is_signaled():
+            self._reclaim(self._in_flight.pop(0))
+
+    def wait(self) -> None:
+        """Wait for all submitted batches and reclaim what they held."""
+        while self._in_flight:
+            self._reclaim(self._in_flight.pop(0))
+
+    def _reclaim(self, batch: Batch) -> None:
+        batch.fence.wait()
+        batch.fence.reset()
+        batch.commands.reset()
+        self._staging.extend(batch.staging)
+        for extra in self._staging[4:]:
+            self.device.destroy_buffer(extra)
+        del self._staging[4:]
+        for buffer in batch.retired:
+            self.device.destroy_buffer(buffer)
+        batch.staging.clear()
+        batch.retired.clear()
+        batch.work = 0.0
+        self._spare.append(batch)
+
+    def retire(self, buffer: Buffer) -> None:
+        """Destroy a buffer once nothing recorded or submitted so far can still use it."""
+        if self._current is not None:
+            self._current.retired.append(buffer)
+        elif self._in_flight:
+            self._in_flight[-1].retired.append(buffer)
+        else:
+            self.device.destroy_buffer(buffer)
+
+    def close(self) -> None:
+        """Drop what is recorded and not submitted, wait for the rest, destroy everything."""
+        if self._current is not None:
+            self.submit()
+        self.wait()
+        for batch in self._spare:
+            batch.commands.destroy()
+            batch.fence.destroy()
+        for buffer in self._staging:
+            self.device.destroy_buffer(buffer)
+        for pipeline in self._pipelines.values():
+            self.device.destroy_pipeline(pipeline)
+        self._spare.clear()
+        self._staging.clear()
+        self._pipelines.clear()
+
+
+def buffer_of(tensor: Tensor) -> tuple[Buffer, int]:
+    """The driver buffer behind a tensor, and the tensor's offset in it."""
+    _, range_ = tensor.storage.handle
+    buffer = range_.block.handle
+    return buffer, tensor.address - buffer.address

@@ -1,0 +1,53 @@
+"""What changes from step to step, kept in a small device buffer so that a step's dispatches never do."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+# Field order is the buffer's layout (std430): GLSL and struct format below must agree.
+GLSL_STRUCT = """
+layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer StepParameters {
+    uint seed_low;
+    uint seed_high;
+    uint step;
+    uint micro_batch;
+    float learning_rate;
+    float loss_scale;
+    float bias_correction1;
+    float bias_correction2;
+};
+"""
+_FORMAT = struct.Struct("<IIIIffff")
+SIZE_BYTES = 256
+
+
+@dataclass(frozen=True)
+class StepParameters:
+    """Values the kernels of one micro-batch read.
+
+    seed: 64-bit seed of the dropout generator. step: optimizer steps done before this one. micro_batch: index within
+    the step. learning_rate: of this step. loss_scale: 1 / number of valid tokens of all micro-batches of the step.
+    bias_correction1/2: 1 - beta^t of Adam (Kingma & Ba 2015, section 3), worked out in float64 on the host.
+    """
+
+    seed: int = 0
+    step: int = 0
+    micro_batch: int = 0
+    learning_rate: float = 0.0
+    loss_scale: float = 1.0
+    bias_correction1: float = 1.0
+    bias_correction2: float = 1.0
+
+    def pack(self) -> bytes:
+        """The bytes of the device buffer."""
+        return _FORMAT.pack(
+            self.seed & 0xFFFFFFFF,
+            (self.seed >> 32) & 0xFFFFFFFF,
+            self.step,
+            self.micro_batch,
+            self.learning_rate,
+            self.loss_scale,
+            self.bias_correction1,
+            self.bias_correction2,
+        )

@@ -1,0 +1,202 @@
+"""The engine that runs on a Vulkan device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..memory_pool import OutOfBlockMemory, PoolRange
+from . import step_parameters, switches
+from .compute_engine import Rule
+from .debug_checks import GUARD_BYTES, MemoryChecks
+from .device_choice import choose_device
+from .dtypes import numpy_dtype
+from .errors import OutOfDeviceMemoryError
+from .kernel import Kernel
+from .op import Op
+from .plan_engine import DEFAULT_BLOCK_BYTES
+from .pooled_engine import PooledEngine
+from .recorder import Recorder, buffer_of
+from .step_parameters import StepParameters
+from .tensor import Storage, Tensor
+from .vulkan_api import Buffer, Device, Instance
+
+
+class VulkanBlockSource:
+    """Blocks of device memory for the pools, within the device's budget; returned ones die after the open batch."""
+
+    def __init__(self, device: Device, recorder: Recorder, budget_bytes: int) -> None:
+        self.device = device
+        self.recorder = recorder
+        self.budget_bytes = budget_bytes
+        self.reserved_bytes = 0
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """One block. Raises OutOfBlockMemory when the budget or the driver has no more."""
+        limit = self.device.max_allocation_bytes
+        if nbytes > limit:
+            raise OutOfBlockMemory(f"{nbytes} bytes in one tensor; this device's maxMemoryAllocationSize is {limit}")
+        if self.reserved_bytes + nbytes > self.budget_bytes:
+            raise OutOfBlockMemory(
+                f"{nbytes} bytes more than {self.reserved_bytes} reserved would pass the budget of {self.budget_bytes}"
+            )
+        try:
+            buffer = self.device.create_buffer(nbytes, host_visible=False)
+        except OutOfDeviceMemoryError as error:
+            raise OutOfBlockMemory(str(error)) from error
+        self.reserved_bytes += nbytes
+        return buffer
+
+    def free(self, buffer: Buffer) -> None:
+        """Return a block; the driver object is destroyed once no batch can use it."""
+        self.reserved_bytes -= buffer.nbytes
+        self.recorder.retire(buffer)
+
+
+class VulkanEngine(PooledEngine):
+    """Records ops as dispatches and runs them on one device.
+
+    device: index, name or UUID of the device; None takes VKFOLD_DEVICE, else the best one there is.
+    block_bytes: size of the pools' blocks, 128 MiB unless given. budget_bytes: most device memory to reserve; None asks the driver.
+
+    Raises VulkanUnavailableError where no device fits, with what is missing and what would supply it. Not thread-safe:
+    one engine belongs to one thread at a time.
+    """
+
+    def __init__(
+        self,
+        device: str | int | None = None,
+        *,
+        block_bytes: int | None = None,
+        budget_bytes: int | None = None,
+    ) -> None:
+        self.closed = True  # until everything below has worked
+        self._checks: MemoryChecks | None = None
+        self.debug = switches.get("VKFOLD_DEBUG")
+        wanted = device if device is not None else switches.get("VKFOLD_DEVICE")
+        self.instance = Instance(validation=self.debug >= 1)
+        try:
+            physical = choose_device(self.instance.physical_devices(), wanted)
+            self.device = Device(self.instance, physical)
+        except BaseException:
+            self.instance.destroy()
+            raise
+        self.recorder = Recorder(self.device)
+        budget = self.device.memory_budget() if budget_bytes is None else budget_bytes
+        self.source = VulkanBlockSource(self.device, self.recorder, budget)
+        if block_bytes is None:  # the strictest debug level copies all blocks around every op
+            block_bytes = DEFAULT_BLOCK_BYTES if self.debug < 3 else 2**20
+        super().__init__(self.source, block_bytes=block_bytes)
+        self.name = physical.name
+        self._in_batch = False
+        self._step_buffer = self.device.create_buffer(step_parameters.SIZE_BYTES, host_visible=False)
+        self.recorder.step_address = self._step_buffer.address
+        self.set_step_parameters(StepParameters())
+        self._checks = MemoryChecks(self, self.debug) if self.debug >= 2 else None
+        self.guard_bytes = GUARD_BYTES if self._checks else 0
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
+    def _address(self, range_: PoolRange) -> int:
+        return range_.block.handle.address + range_.offset
+
+    def _launch(self, op: Op, rule: Rule, inputs: Sequence[Tensor | None], made: list[Tensor], settings: Any) -> None:
+        recorder = self.recorder
+        cost = rule.cost
+        recorder.op_work = cost.flops + 4.0 * (cost.bytes_read + cost.bytes_written)
+        if self._checks is None:
+            op.launch(recorder, inputs, made, **settings)
+            return
+        self._checks.before_op(op)
+        op.launch(recorder, inputs, made, **settings)
+        self._checks.after_op(op, inputs, made)
+
+    def _guard(self, storage: Storage) -> None:
+        if self._checks is not None:
+            self._checks.allocated(storage)
+
+    def _give_back(self, storage: Storage) -> None:
+        if self._checks is not None and not self.closed:
+            self._checks.freed(storage)
+        super()._give_back(storage)
+
+    def dispatch(self, kernel: Kernel, num_groups: int, *args: Any) -> None:
+        """Run a kernel of your own: see `Kernel` for its arguments. Tensors for pointers, numbers for scalars.
+
+        Raises TypeError when the number of arguments does not match the kernel's.
+        """
+        expected = len(kernel.args) - kernel.takes_step
+        if len(args) != expected:
+            raise TypeError(f"kernel {kernel.name!r} takes {expected} arguments, {len(args)} were given")
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.engine is not self:
+                raise ValueError(f"kernel {kernel.name!r}: a tensor lives on {arg.engine.name}, not on {self.name}")
+        self.recorder.op_work = 0.0
+        self.recorder.dispatch(kernel, num_groups, *args)
+
+    def set_step_parameters(self, parameters: StepParameters) -> None:
+        """Values that ops recorded from now on read."""
+        super().set_step_parameters(parameters)
+        self.recorder.write(self._step_buffer, 0, parameters.pack())
+
+    # -- host data ---------------------------------------------------------------------------------------------------
+    def upload(self, tensor: Tensor, array: np.ndarray) -> None:
+        """Overwrite a tensor; the array is staged at once and may change afterwards."""
+        data = self.checked_array(tensor, array)
+        if data.nbytes:
+            buffer, offset = buffer_of(tensor)
+            raw = data.tobytes()
+            self.recorder.write(buffer, offset, raw + b"\0" * (-len(raw) % 4))
+
+    def download(self, tensor: Tensor) -> np.ndarray:
+        """The tensor's values. Submits what is recorded and waits for it."""
+        buffer, offset = buffer_of(tensor)
+        raw = self.recorder.read(buffer, offset, tensor.nbytes)
+        return np.frombuffer(raw, numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+    def begin_batch(self) -> None:
+        """Start recording. Raises RuntimeError inside a batch."""
+        if self._in_batch:
+            raise RuntimeError("begin_batch inside a batch: call end_batch first")
+        self._in_batch = True
+
+    def flush_batch(self) -> None:
+        """Submit what is recorded and go on; does not wait."""
+        self.recorder.submit()
+
+    def end_batch(self) -> None:
+        """Submit, wait for everything submitted, destroy what was pending."""
+        self._in_batch = False
+        self.recorder.submit()
+        self.recorder.wait()
+        if self._checks is not None:
+            self._checks.check_guards()
+
+    def _recover_memory(self) -> None:
+        self.recorder.submit()
+        self.recorder.wait()
+        for pool in self.pools.values():
+            pool.release_idle_blocks(keep_retained=False)
+        self.recorder.wait()
+
+    # -- life --------------------------------------------------------------------------------------------------------
+    @property
+    def validation_messages(self) -> list[str]:
+        """What the validation layers said so far (VKFOLD_DEBUG at least 1)."""
+        return self.instance.messages
+
+    def close(self) -> None:
+        """Wait for the device and give everything back. Tensors of this engine are dead afterwards."""
+        if self.closed:
+            return
+        self.closed = True
+        self.recorder.close()
+        if self._checks is not None:
+            self._checks.close()
+        for pool in self.pools.values():
+            pool.destroy()
+        self.device.destroy_buffer(self._step_buffer)
+        self.device.destroy()
+        self.instance.destroy()

@@ -1,0 +1,47 @@
+"""Engines shared by the tests. Everything that says `vulkan` runs on a real driver; there is no mock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from vkfold.engine.cpu_engine import CpuEngine
+from vkfold.engine.vulkan_engine import VulkanEngine
+
+
+@pytest.fixture(scope="session")
+def vulkan() -> Iterator[VulkanEngine]:
+    """One Vulkan engine for the whole session; at the end nothing may be allocated and no message may be open."""
+    engine = VulkanEngine()
+    yield engine
+    engine.end_batch()
+    messages = list(engine.validation_messages)
+    engine.close()
+    assert not messages, f"{len(messages)} validation messages, the first: {messages[0]}"
+
+
+@pytest.fixture(scope="module")
+def cpu() -> CpuEngine:
+    """The float32 reference engine."""
+    return CpuEngine()
+
+
+@pytest.fixture(scope="module")
+def oracle() -> CpuEngine:
+    """The float64 reference engine."""
+    return CpuEngine("float64")
+
+
+@pytest.fixture(autouse=True)
+def no_tensor_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test gives back every byte it took from the session's engine (CASES row 4)."""
+    if "vulkan" not in request.fixturenames:
+        yield
+        return
+    engine: VulkanEngine = request.getfixturevalue("vulkan")
+    before = sum(stats.live_bytes for stats in engine.pool_stats().values())
+    yield
+    after = sum(stats.live_bytes for stats in engine.pool_stats().values())
+    engine.release_idle_pool_blocks()
+    assert after == before, f"{after - before} bytes are still allocated after the test"
