@@ -1,0 +1,103 @@
+"""What a Vulkan device says about itself, as plain data, and what vkfold needs of one."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+MIN_API = (1, 2)
+TYPES = ("other", "integrated", "discrete", "virtual", "cpu")  # VkPhysicalDeviceType 0..4
+# VkSubgroupFeatureFlagBits that the kernels use
+SUBGROUP_OPERATIONS = {0x1: "basic", 0x2: "vote", 0x4: "arithmetic", 0x8: "ballot", 0x10: "shuffle"}
+
+
+@dataclass(frozen=True)
+class MemoryHeap:
+    """One heap: size in bytes, what VK_EXT_memory_budget allows this process (0 where not known), whether on the device."""
+
+    size_bytes: int
+    budget_bytes: int
+    device_local: bool
+
+
+@dataclass(frozen=True)
+class MemoryType:
+    """One memory type: VkMemoryPropertyFlags and the heap it lives in."""
+
+    flags: int
+    heap: int
+
+
+@dataclass(frozen=True)
+class PhysicalDevice:
+    """One device as its driver describes it. index: its place in the loader's list. uuid: 32 hex digits, all 0 if unknown.
+
+    features: those vkfold can use, by name. handle: VkPhysicalDevice, None in plain-data tests.
+    """
+
+    index: int
+    name: str
+    type: str  # one of TYPES
+    uuid: str = "0" * 32
+    driver_name: str = ""
+    driver_info: str = ""
+    driver_version: int = 0
+    vendor_id: int = 0
+    device_id: int = 0
+    cache_uuid: str = "0" * 32
+    api_version: tuple[int, int, int] = (1, 2, 0)
+    subgroup_size: int = 32
+    min_subgroup_size: int = 0  # 0: no subgroup size control
+    max_subgroup_size: int = 0
+    subgroup_operations: int = 0x1F
+    max_workgroup_invocations: int = 256
+    max_shared_bytes: int = 32768
+    max_push_bytes: int = 128
+    max_allocation_bytes: int = 2**30
+    timestamp_period: float = 1.0  # nanoseconds a tick
+    compute_family: int | None = 0
+    timestamp_bits: int = 64
+    features: frozenset[str] = frozenset({"bufferDeviceAddress"})
+    extensions: frozenset[str] = field(default=frozenset(), repr=False)
+    heaps: tuple[MemoryHeap, ...] = ()
+    memory_types: tuple[MemoryType, ...] = ()
+    handle: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether this is a software driver."""
+        return self.type == "cpu"
+
+    @property
+    def has_uuid(self) -> bool:
+        """Whether the driver gives a deviceUUID."""
+        return self.uuid.strip("0") != ""
+
+    @property
+    def driver_key(self) -> str:
+        """Device and driver in one word fit for a file name: what caches of compiled or measured things hang on."""
+        # lavapipe says version 1 for ever and a constant cache UUID; its driver_info tells releases apart.
+        parts = (self.uuid, self.name, self.driver_name, self.driver_info, self.driver_version, self.cache_uuid)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+    def missing(self) -> list[str]:
+        """What vkfold needs and this device lacks, in words; empty when it fits."""
+        lacks = []
+        if self.api_version[:2] < MIN_API:
+            lacks.append(f"Vulkan {MIN_API[0]}.{MIN_API[1]} (it offers {self.api_version[0]}.{self.api_version[1]})")
+        if self.compute_family is None:
+            lacks.append("a compute queue")
+        if "bufferDeviceAddress" not in self.features:
+            lacks.append("the feature bufferDeviceAddress")
+        absent = [name for bit, name in SUBGROUP_OPERATIONS.items() if not self.subgroup_operations & bit]
+        if absent:
+            lacks.append(f"subgroup operations in compute shaders: {', '.join(absent)}")
+        if self.subgroup_size not in (4, 8, 16, 32, 64):
+            lacks.append(f"a subgroup size of 4, 8, 16, 32 or 64 (it has {self.subgroup_size})")
+        return lacks
+
+    def describe(self) -> str:
+        """One line: index, name, type, driver, UUID."""
+        driver = " ".join(part for part in (self.driver_name, self.driver_info) if part)
+        return f"[{self.index}] {self.name} ({self.type}{', ' + driver if driver else ''}) UUID {self.uuid}"

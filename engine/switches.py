@@ -1,0 +1,142 @@
+"""Every environment switch, in one table. Read at call time, so a test or a program may change them.
+
+`get("VKFOLD_DEVICE")` gives the typed value, `describe()` what there is and what is set, `cache_folder()` where
+compiled kernels and pipelines are kept.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import BadInputError
+
+PREFIX = "VKFOLD_"
+logger = logging.getLogger("vkfold")
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def _text(value: str) -> str:
+    return value
+
+
+def _debug_level(value: str) -> int:
+    if value not in ("0", "1", "2", "3"):
+        raise ValueError("expected 0, 1, 2 or 3")
+    return int(value)
+
+
+def _log_level(value: str) -> str:
+    if value.lower() not in _LOG_LEVELS:
+        raise ValueError(f"expected one of {', '.join(_LOG_LEVELS)}")
+    return value.lower()
+
+
+def _folder(value: str) -> Path:
+    path = Path(value).expanduser()
+    if path.exists() and not path.is_dir():
+        raise ValueError("expected a folder, this is a file")
+    return path
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One switch: `parse` turns the variable's text into the value or raises ValueError saying what is expected."""
+
+    name: str
+    type_name: str
+    default: Any
+    parse: Callable[[str], Any]
+    help: str
+
+
+SWITCHES: dict[str, Switch] = {
+    switch.name: switch
+    for switch in (
+        Switch("VKFOLD_DEVICE", "text", None, _text, "device to use: index, part of its name, or UUID"),
+        Switch(
+            "VKFOLD_DEBUG",
+            "0..3",
+            0,
+            _debug_level,
+            "1: validation layers and guard words around tensors; 2: also NaN patterns in fresh and freed memory; "
+            "3: also a check that each op changed only what it declared",
+        ),
+        Switch("VKFOLD_CACHE_DIR", "folder", None, _folder, "compiled kernels, pipelines and tuning results"),
+        Switch("VKFOLD_VARIANT", "text", None, _text, "force kernel variants: op=variant, several with commas"),
+        Switch("VKFOLD_LOG", "level", "warning", _log_level, f"what to log: {', '.join(_LOG_LEVELS)}"),
+    )
+}
+
+_warned: set[str] = set()
+
+
+def get(name: str, environment: Mapping[str, str] | None = None) -> Any:
+    """The value of a switch, its default where the variable is unset or empty.
+
+    Raises BadInputError for a value that does not parse, KeyError for a switch that is not in the table. Variables
+    that start with VKFOLD_ and are none of ours are warned about, once each.
+    """
+    switch = SWITCHES[name]
+    env = os.environ if environment is None else environment
+    for message in unknown_variables(env):
+        if message not in _warned:
+            _warned.add(message)
+            logger.warning(message)
+    text = env.get(name, "").strip()
+    if not text:
+        return switch.default
+    try:
+        return switch.parse(text)
+    except ValueError as error:
+        raise BadInputError(f"{name}={text}: {error} ({switch.help})") from None
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """One message for each VKFOLD_ variable that is not in the table, with the nearest name that is."""
+    messages = []
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in SWITCHES:
+            near = difflib.get_close_matches(name, SWITCHES, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(SWITCHES)}"
+            messages.append(f"{name} is set but is no switch of vkfold: {hint}")
+    return messages
+
+
+def describe(environment: Mapping[str, str] | None = None) -> list[tuple[str, str, str, str]]:
+    """One row a switch: name, type, value now ("-" for none), documentation. Raises as `get` does."""
+    rows = []
+    for switch in SWITCHES.values():
+        value = get(switch.name, environment)
+        rows.append((switch.name, switch.type_name, "-" if value is None else str(value), switch.help))
+    return rows
+
+
+def cache_folder() -> Path:
+    """Where caches live: VKFOLD_CACHE_DIR, else the platform's place for caches. It need not exist yet."""
+    chosen = get("VKFOLD_CACHE_DIR")
+    if chosen is not None:
+        return chosen
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "vkfold"
+
+
+def apply_log_level() -> None:
+    """Set the package's logger to VKFOLD_LOG; its lines go to standard error unless the program set up logging."""
+    level = get("VKFOLD_LOG")
+    logger.setLevel(level.upper())
+    if level in ("debug", "info") and not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("vkfold: %(message)s"))
+        logger.addHandler(handler)

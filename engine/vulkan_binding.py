@@ -1,0 +1,109 @@
+"""The one file that imports PyVulkan: the loader's functions (`lib`), the cffi types (`ffi`), and results as errors.
+
+Raw cffi calls are used throughout: PyVulkan's own wrappers cost nine times as much a call, and lose the value of
+functions that return none of VkResult. Loading is lazy, so everything that needs no device works without a loader.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import sys
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from .errors import DeviceLostError, OutOfDeviceMemoryError, VulkanError, VulkanUnavailableError
+
+
+class Binding(NamedTuple):
+    """`lib`: Vulkan functions and enum values; `ffi`: cffi's types; both typed as Any because they are cffi objects."""
+
+    lib: Any
+    ffi: Any
+    structure_types: dict[str, int]  # "VkBufferCreateInfo" without its underscores and case -> VkStructureType
+    null: Any
+
+
+def _install_hint() -> str:
+    if sys.platform == "win32":
+        return "update your GPU's driver: it brings vulkan-1.dll"
+    if sys.platform == "darwin":
+        return "install MoltenVK and the Vulkan loader: brew install molten-vk vulkan-loader"
+    return (
+        "install the Vulkan loader and a driver (Debian/Ubuntu: apt-get install libvulkan1 mesa-vulkan-drivers; "
+        "Fedora: dnf install vulkan-loader mesa-vulkan-drivers; Arch: pacman -S vulkan-icd-loader vulkan-swrast)"
+    )
+
+
+@lru_cache(maxsize=1)
+def binding() -> Binding:
+    """The loaded binding. Raises VulkanUnavailableError where PyVulkan or the Vulkan loader is missing."""
+    try:
+        import vulkan
+    except ImportError as error:
+        raise VulkanUnavailableError(f"the Python package vulkan is missing ({error}): pip install vulkan") from error
+    except OSError as error:
+        found = ctypes.util.find_library("vulkan")
+        where = f" (there is {found}, but it does not load)" if found else ""
+        raise VulkanUnavailableError(f"no Vulkan loader was found{where}: {_install_hint()}") from error
+    ffi = vulkan.ffi
+    prefix = "VK_STRUCTURE_TYPE_"
+    types = ffi.typeof("VkStructureType").relements
+    table = {name[len(prefix) :].replace("_", ""): number for name, number in types.items() if name.startswith(prefix)}
+    return Binding(vulkan.lib, ffi, table, ffi.NULL)
+
+
+def struct(name: str, **fields: Any) -> Any:
+    """A new Vulkan struct with sType filled in. What its pointers point to must be kept in variables by the caller
+    until the call that reads it returns: cffi keeps nothing alive through a pointer field or a by-value copy.
+    """
+    _, ffi, table, _ = binding()
+    made = ffi.new(name + "*")
+    key = name[2:].upper()
+    number = table.get(key)
+    if number is not None:
+        made.sType = number
+    for field, value in fields.items():
+        setattr(made, field, value)
+    return made
+
+
+def result_name(result: int) -> str:
+    """A VkResult in words."""
+    return binding().ffi.typeof("VkResult").elements.get(int(result), "unknown VkResult")
+
+
+def check(result: int, call: str) -> None:
+    """Raise the error for a negative VkResult: DeviceLostError, OutOfDeviceMemoryError or VulkanError."""
+    if result >= 0:
+        return
+    result = int(result)
+    name = result_name(result)
+    if result == -4:
+        raise DeviceLostError(
+            call,
+            result,
+            name,
+            "The driver reset the device: a crash in a kernel, or work that ran past its watchdog. Make a new engine; "
+            "VKFOLD_DEBUG=1 shows invalid use",
+        )
+    if result in (-1, -2):
+        raise OutOfDeviceMemoryError(call, result, name, "Use a smaller batch or --checkpoint-every 1")
+    raise VulkanError(call, result, name)
+
+
+def text(chars: Any) -> str:
+    """A char array as str."""
+    return binding().ffi.string(chars).decode("utf-8", "replace")
+
+
+def enumerate_all(function: Any, element: str, *args: Any, call: str) -> tuple[Any, int]:
+    """The two-call idiom: how many, then all of them. Returns the array (keep it: its elements are views) and its length."""
+    _, ffi, _, null = binding()
+    count = ffi.new("uint32_t*")
+    while True:
+        check(function(*args, count, null) or 0, call)
+        array = ffi.new(element + "[]", max(1, count[0]))
+        result = function(*args, count, array) or 0
+        check(result, call)
+        if result != 5:  # VK_INCOMPLETE: the list grew in between
+            return array, count[0]

@@ -1,0 +1,400 @@
+"""VkDevice with one compute queue: buffers with addresses, pipelines with a cache on disk, submits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import host_memory, switches
+from .errors import OutOfDeviceMemoryError, VkfoldError
+from .physical_device import PhysicalDevice
+from .pipeline_cache import load_cache, save_cache
+from .vulkan_binding import binding, check, struct
+from .vulkan_commands import CommandBuffer, Fence, QueryPool
+from .vulkan_instance import FEATURES_1_2, FEATURES_SUBGROUP, Instance, heap_budgets, link, string_array
+
+PUSH_BYTES = 128
+# Optional device extensions that are enabled where offered.
+_EXTENSIONS = ("VK_KHR_portability_subset", "VK_EXT_memory_budget", "VK_EXT_subgroup_size_control")
+_DEVICE_LOCAL, _HOST_VISIBLE, _COHERENT, _CACHED = 1, 2, 4, 8  # VkMemoryPropertyFlagBits
+
+
+class Buffer:
+    """A VkBuffer with memory of its own. address: its device address. mapping: writable memoryview, host-visible only."""
+
+    __slots__ = ("address", "handle", "mapping", "memory", "memory_bytes", "nbytes")
+
+    def __init__(self, handle: Any, memory: Any, nbytes: int, memory_bytes: int, address: int) -> None:
+        self.handle = handle
+        self.memory = memory
+        self.nbytes = nbytes
+        self.memory_bytes = memory_bytes
+        self.address = address
+        self.mapping: Any = None
+
+    def __repr__(self) -> str:
+        return f"Buffer({self.nbytes} bytes at {self.address:#x}{', mapped' if self.mapping is not None else ''})"
+
+
+class Pipeline:
+    """A compute pipeline. layout is shared by all pipelines of the device."""
+
+    __slots__ = ("handle", "layout", "local_size", "name", "subgroup_size")
+
+    def __init__(self, handle: Any, layout: Any, name: str, local_size: int, subgroup_size: int | None) -> None:
+        self.handle = handle
+        self.layout = layout
+        self.name = name
+        self.local_size = local_size
+        self.subgroup_size = subgroup_size
+
+    def __repr__(self) -> str:
+        return f"Pipeline({self.name}, {self.local_size} invocations)"
+
+
+class Device:
+    """A logical device with one compute queue. Not thread-safe: one thread at a time.
+
+    subgroup_size, max_workgroup_invocations, is_cpu, driver_name ("llvmpipe", "SwiftShader", else the driver's own),
+    timestamp_period (ns a tick), max_allocation_bytes (of one buffer), physical (all else), num_buffers, buffer_bytes.
+
+    Raises VulkanError, OutOfDeviceMemoryError or DeviceLostError from its calls.
+    """
+
+    def __init__(self, instance: Instance, physical: PhysicalDevice) -> None:
+        self.instance = instance
+        self.physical = physical
+        self.handle: Any = None
+        self.subgroup_size = physical.subgroup_size
+        self.max_workgroup_invocations = physical.max_workgroup_invocations
+        self.is_cpu = physical.is_cpu
+        self.driver_name = physical.driver_name
+        self.timestamp_period = physical.timestamp_period
+        self.max_allocation_bytes = physical.max_allocation_bytes
+        self.num_buffers = 0
+        self.buffer_bytes = 0
+        self.num_pipelines_made = 0
+        self._functions: dict[str, Any] = {}
+        self._make_device()
+        self._make_shared_objects()
+
+    def _make_device(self) -> None:
+        lib, ffi, _, null = binding()
+        physical = self.physical
+        self.extensions = [name for name in _EXTENSIONS if name in physical.extensions]
+        f12 = struct("VkPhysicalDeviceVulkan12Features")
+        subgroup = struct("VkPhysicalDeviceSubgroupSizeControlFeatures")
+        features = struct("VkPhysicalDeviceFeatures2")
+        for name in FEATURES_1_2:
+            setattr(f12, name, int(name in physical.features))
+        for name in FEATURES_SUBGROUP:
+            setattr(subgroup, name, int(name in physical.features))
+        link(features, f12, subgroup if "VK_EXT_subgroup_size_control" in self.extensions else None)
+        priority = ffi.new("float*", 1.0)
+        queue = struct(
+            "VkDeviceQueueCreateInfo",
+            queueFamilyIndex=physical.compute_family,
+            queueCount=1,
+            pQueuePriorities=priority,
+        )
+        keep: list[Any] = []
+        info = struct(
+            "VkDeviceCreateInfo",
+            pNext=features,
+            queueCreateInfoCount=1,
+            pQueueCreateInfos=queue,
+            enabledExtensionCount=len(self.extensions),
+            ppEnabledExtensionNames=string_array(self.extensions, keep),
+        )
+        out = ffi.new("VkDevice*")
+        check(lib.vkCreateDevice(physical.handle, info, null, out), "vkCreateDevice")
+        del f12, subgroup, features, priority, queue, keep
+        self.handle = out[0]
+        queue_out = ffi.new("VkQueue*")
+        lib.vkGetDeviceQueue(self.handle, physical.compute_family, 0, queue_out)
+        self.queue: Any = queue_out[0]
+
+    def _make_shared_objects(self) -> None:
+        lib, ffi, _, null = binding()
+        self._submit_call = self.function("vkQueueSubmit")
+        self._submit_info = struct("VkSubmitInfo", commandBufferCount=1)
+        pool_info = struct(
+            "VkCommandPoolCreateInfo",
+            flags=lib.VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT,
+            queueFamilyIndex=self.physical.compute_family,
+        )
+        pool = ffi.new("VkCommandPool*")
+        check(lib.vkCreateCommandPool(self.handle, pool_info, null, pool), "vkCreateCommandPool")
+        self.command_pool: Any = pool[0]
+        push = ffi.new("VkPushConstantRange*")
+        push.stageFlags, push.offset, push.size = lib.VK_SHADER_STAGE_COMPUTE_BIT, 0, PUSH_BYTES
+        layout_info = struct("VkPipelineLayoutCreateInfo", pushConstantRangeCount=1, pPushConstantRanges=push)
+        layout = ffi.new("VkPipelineLayout*")
+        check(lib.vkCreatePipelineLayout(self.handle, layout_info, null, layout), "vkCreatePipelineLayout")
+        self.pipeline_layout: Any = layout[0]
+        self._cache_file = switches.cache_folder() / "pipelines" / f"{self.physical.driver_key}.bin"
+        data = load_cache(self._cache_file, self.physical)
+        blob = ffi.from_buffer(data)
+        cache_info = struct("VkPipelineCacheCreateInfo", initialDataSize=len(data), pInitialData=blob)
+        cache = ffi.new("VkPipelineCache*")
+        check(lib.vkCreatePipelineCache(self.handle, cache_info, null, cache), "vkCreatePipelineCache")
+        self._cache: Any = cache[0]
+        self._cache_saved = data
+        del push, blob
+
+    def function(self, name: str) -> Any:
+        """A device function past the loader's dispatch, for the hot path."""
+        found = self._functions.get(name)
+        if found is None:
+            lib, ffi, _, null = binding()
+            address = lib.vkGetDeviceProcAddr(self.handle, name.encode())
+            if address == null:
+                raise VkfoldError(f"the driver does not offer {name}")
+            found = self._functions[name] = ffi.cast("PFN_" + name, address)
+        return found
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+    def memory_budget(self) -> int:
+        """Bytes this process may use: VK_EXT_memory_budget, else the heap's size; on CPU devices the available RAM."""
+        if self.is_cpu:
+            return host_memory.available_bytes() + self.buffer_bytes
+        if "VK_EXT_memory_budget" in self.extensions:
+            heaps = heap_budgets(self.physical.handle)
+        else:
+            heaps = self.physical.heaps
+        local = [heap for heap in heaps if heap.device_local] or list(heaps)
+        return max((heap.budget_bytes or heap.size_bytes for heap in local), default=0)
+
+    def create_buffer(self, nbytes: int, host_visible: bool) -> Buffer:
+        """A buffer for storage and copies, in memory of its own; contents undefined.
+
+        host_visible: mapped for its whole life, coherent, cached where there is such memory. Raises
+        OutOfDeviceMemoryError with the numbers, ValueError for a size that is not positive.
+        """
+        if nbytes <= 0:
+            raise ValueError(f"a buffer of {nbytes} bytes: the size must be positive")
+        lib, ffi, _, null = binding()
+        if nbytes > self.max_allocation_bytes:  # invalid use of vkCreateBuffer, not an error it must report
+            self._check_memory(lib.VK_ERROR_OUT_OF_DEVICE_MEMORY, "create_buffer", nbytes)
+        usage = lib.VK_BUFFER_USAGE_TRANSFER_SRC_BIT | lib.VK_BUFFER_USAGE_TRANSFER_DST_BIT
+        usage |= lib.VK_BUFFER_USAGE_STORAGE_BUFFER_BIT | lib.VK_BUFFER_USAGE_SHADER_DEVICE_ADDRESS_BIT
+        out = ffi.new("VkBuffer*")
+        info = struct("VkBufferCreateInfo", size=nbytes, usage=usage)
+        self._check_memory(lib.vkCreateBuffer(self.handle, info, null, out), "vkCreateBuffer", nbytes)
+        handle, memory = out[0], None
+        try:
+            needs = ffi.new("VkMemoryRequirements*")
+            lib.vkGetBufferMemoryRequirements(self.handle, handle, needs)
+            flags = struct("VkMemoryAllocateFlagsInfo", flags=lib.VK_MEMORY_ALLOCATE_DEVICE_ADDRESS_BIT)
+            allocate = struct(
+                "VkMemoryAllocateInfo",
+                pNext=flags,
+                allocationSize=needs.size,
+                memoryTypeIndex=self._memory_type(needs.memoryTypeBits, host_visible),
+            )
+            memory_out = ffi.new("VkDeviceMemory*")
+            result = lib.vkAllocateMemory(self.handle, allocate, null, memory_out)
+            self._check_memory(result, "vkAllocateMemory", nbytes)
+            memory = memory_out[0]
+            check(lib.vkBindBufferMemory(self.handle, handle, memory, 0), "vkBindBufferMemory")
+            where = struct("VkBufferDeviceAddressInfo", buffer=handle)
+            address = lib.vkGetBufferDeviceAddress(self.handle, where)
+            buffer = Buffer(handle, memory, nbytes, needs.size, int(address))
+            if host_visible:
+                data = ffi.new("void**")
+                check(lib.vkMapMemory(self.handle, memory, 0, nbytes, 0, data), "vkMapMemory")
+                buffer.mapping = memoryview(ffi.buffer(data[0], nbytes)).cast("B")
+        except BaseException:
+            lib.vkDestroyBuffer(self.handle, handle, null)
+            if memory is not None:
+                lib.vkFreeMemory(self.handle, memory, null)
+            raise
+        self.num_buffers += 1
+        self.buffer_bytes += buffer.memory_bytes
+        return buffer
+
+    def _memory_type(self, allowed: int, host_visible: bool) -> int:
+        if host_visible:
+            wishes = [(_HOST_VISIBLE | _COHERENT | _CACHED, 0), (_HOST_VISIBLE | _COHERENT, 0)]
+        else:
+            # Plain device memory first: the part that the host sees too can be a small window.
+            wishes = [(_DEVICE_LOCAL, _HOST_VISIBLE), (_DEVICE_LOCAL, 0), (0, 0)]
+        for wanted, unwanted in wishes:
+            for index, kind in enumerate(self.physical.memory_types):
+                if allowed >> index & 1 and kind.flags & wanted == wanted and not kind.flags & unwanted:
+                    return index
+        raise VkfoldError(f"{self.physical.name} offers no {'host-visible coherent ' * host_visible}memory for buffers")
+
+    def _check_memory(self, result: int, call: str, nbytes: int) -> None:
+        try:
+            check(result, call)
+        except OutOfDeviceMemoryError as error:
+            budget = self.memory_budget()
+            hint = (
+                f"{nbytes} bytes were asked for with {self.buffer_bytes} already allocated in {self.num_buffers} "
+                f"buffers; budget {budget}, largest single allocation {self.max_allocation_bytes}. "
+                "A smaller batch or --checkpoint-every 1 needs less"
+            )
+            raise OutOfDeviceMemoryError(
+                call,
+                error.result,
+                error.result_name,
+                hint,
+                requested_bytes=nbytes,
+                allocated_bytes=self.buffer_bytes,
+                budget_bytes=budget,
+            ) from None
+
+    def destroy_buffer(self, buffer: Buffer) -> None:
+        """Destroy a buffer that no submit in flight uses. Its mapping must not be used afterwards. Safe to call twice."""
+        if buffer.handle is None:
+            return
+        lib, _, _, null = binding()
+        if buffer.mapping is not None:
+            lib.vkUnmapMemory(self.handle, buffer.memory)
+            buffer.mapping = None
+        lib.vkDestroyBuffer(self.handle, buffer.handle, null)
+        lib.vkFreeMemory(self.handle, buffer.memory, null)
+        self.num_buffers -= 1
+        self.buffer_bytes -= buffer.memory_bytes
+        buffer.handle = buffer.memory = None
+        buffer.address = 0
+
+    # -- pipelines ---------------------------------------------------------------------------------------------------
+    def create_pipeline(
+        self,
+        spirv: bytes,
+        local_size_x: int,
+        push_bytes: int = PUSH_BYTES,
+        name: str = "",
+        subgroup_size_required: int | None = None,
+    ) -> Pipeline:
+        """A compute pipeline from SPIR-V whose specialization constant 0 is the local size.
+
+        subgroup_size_required: the size the kernel counts on; asked of the driver where it may vary. Raises
+        VkfoldError for sizes outside the device's limits, VulkanError when the driver refuses.
+        """
+        lib, ffi, _, null = binding()
+        if len(spirv) % 4 or spirv[:4] != b"\x03\x02\x23\x07":
+            raise VkfoldError(f"kernel {name!r}: these {len(spirv)} bytes are not SPIR-V")
+        if not 0 < local_size_x <= self.max_workgroup_invocations:
+            raise VkfoldError(
+                f"kernel {name!r}: {local_size_x} invocations a workgroup, "
+                f"{self.physical.name} allows 1 to {self.max_workgroup_invocations}"
+            )
+        if push_bytes > PUSH_BYTES:
+            raise VkfoldError(
+                f"kernel {name!r}: {push_bytes} bytes of push constants, at most {PUSH_BYTES} are portable"
+            )
+        # Each object that a struct points to stays in a local variable until the pipeline exists: a struct nested by
+        # value (info.stage) is copied, and the copy keeps nothing alive.
+        code = ffi.from_buffer("uint32_t[]", spirv)
+        module_info = struct("VkShaderModuleCreateInfo", codeSize=len(spirv), pCode=code)
+        module = ffi.new("VkShaderModule*")
+        check(lib.vkCreateShaderModule(self.handle, module_info, null, module), f"vkCreateShaderModule of {name}")
+        try:
+            value = ffi.new("uint32_t*", local_size_x)
+            entry = ffi.new("VkSpecializationMapEntry*")
+            entry.constantID, entry.offset, entry.size = 0, 0, 4
+            constants = ffi.new("VkSpecializationInfo*")
+            constants.mapEntryCount, constants.pMapEntries = 1, entry
+            constants.dataSize, constants.pData = 4, value
+            entry_point = ffi.new("char[]", b"main")
+            required = self._subgroup_requirement(name, subgroup_size_required, local_size_x)
+            flags = 0
+            if required is not None and "computeFullSubgroups" in self.physical.features:
+                if local_size_x % required.requiredSubgroupSize == 0:
+                    flags = lib.VK_PIPELINE_SHADER_STAGE_CREATE_REQUIRE_FULL_SUBGROUPS_BIT
+            info = struct("VkComputePipelineCreateInfo", layout=self.pipeline_layout)
+            stage = struct(
+                "VkPipelineShaderStageCreateInfo",
+                pNext=null if required is None else required,
+                flags=flags,
+                stage=lib.VK_SHADER_STAGE_COMPUTE_BIT,
+                module=module[0],
+                pName=entry_point,
+                pSpecializationInfo=constants,
+            )
+            info.stage = stage[0]
+            out = ffi.new("VkPipeline*")
+            result = lib.vkCreateComputePipelines(self.handle, self._cache, 1, info, null, out)
+            check(result, f"vkCreateComputePipelines of {name}")
+            del value, entry, constants, entry_point, required, stage, code
+        finally:
+            lib.vkDestroyShaderModule(self.handle, module[0], null)
+        self.num_pipelines_made += 1
+        return Pipeline(out[0], self.pipeline_layout, name, local_size_x, subgroup_size_required)
+
+    def _subgroup_requirement(self, name: str, size: int | None, local_size: int) -> Any:
+        physical = self.physical
+        if size is None:
+            return None
+        if physical.max_subgroup_size and physical.min_subgroup_size <= size <= physical.max_subgroup_size:
+            return struct("VkPipelineShaderStageRequiredSubgroupSizeCreateInfo", requiredSubgroupSize=size)
+        if size != physical.subgroup_size:
+            raise VkfoldError(
+                f"kernel {name!r} needs subgroups of {size}, {physical.name} has {physical.subgroup_size}"
+            )
+        return None
+
+    def destroy_pipeline(self, pipeline: Pipeline) -> None:
+        """Destroy a pipeline that no submit in flight uses. Safe to call twice."""
+        if pipeline.handle is not None:
+            lib, _, _, null = binding()
+            lib.vkDestroyPipeline(self.handle, pipeline.handle, null)
+            pipeline.handle = None
+
+    def save_pipeline_cache(self) -> None:
+        """Write the pipeline cache to disk if it grew; a folder that cannot be written is only logged."""
+        lib, ffi, _, null = binding()
+        if not self.num_pipelines_made:
+            return
+        size = ffi.new("size_t*")
+        if lib.vkGetPipelineCacheData(self.handle, self._cache, size, null) or not size[0]:
+            return
+        data = ffi.new("char[]", size[0])
+        if lib.vkGetPipelineCacheData(self.handle, self._cache, size, data):
+            return
+        blob = bytes(ffi.buffer(data, size[0]))
+        if blob != self._cache_saved:
+            save_cache(self._cache_file, blob)
+            self._cache_saved = blob
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+    def create_command_buffer(self) -> CommandBuffer:
+        """A new command buffer."""
+        return CommandBuffer(self)
+
+    def create_fence(self) -> Fence:
+        """A new unsignalled fence."""
+        return Fence(self)
+
+    def create_query_pool(self, count: int) -> QueryPool:
+        """A pool of timestamps. Raises VkfoldError where the queue writes none."""
+        if not self.physical.timestamp_bits:
+            raise VkfoldError(f"the compute queue of {self.physical.name} writes no timestamps")
+        return QueryPool(self, count)
+
+    def submit(self, commands: CommandBuffer, fence: Fence) -> None:
+        """Hand a finished command buffer to the queue. Raises DeviceLostError, OutOfDeviceMemoryError."""
+        info = self._submit_info
+        info.pCommandBuffers = commands.pointer
+        result = self._submit_call(self.queue, 1, info, fence.handle)
+        if result:
+            check(result, "vkQueueSubmit")
+
+    def wait_idle(self) -> None:
+        """Wait for everything submitted."""
+        check(binding().lib.vkDeviceWaitIdle(self.handle), "vkDeviceWaitIdle")
+
+    def destroy(self) -> None:
+        """Save the pipeline cache and destroy the device; its buffers and pipelines must be gone. Safe to call twice."""
+        if self.handle is None:
+            return
+        lib, _, _, null = binding()
+        lib.vkDeviceWaitIdle(self.handle)  # an error here (device lost) must not keep us from letting go
+        self.save_pipeline_cache()
+        lib.vkDestroyPipelineCache(self.handle, self._cache, null)
+        lib.vkDestroyPipelineLayout(self.handle, self.pipeline_layout, null)
+        lib.vkDestroyCommandPool(self.handle, self.command_pool, null)
+        lib.vkDestroyDevice(self.handle, null)
+        self.handle = None
