@@ -90,6 +90,6 @@ def _warn_cpu(device: PhysicalDevice) -> None:
     if not _warned_cpu:
         _warned_cpu = True
         logger.warning(
-            "using the software Vulkan driver %s: no GPU driver was found, so this runs on the CPU (slow, same results)",
+            "using the software Vulkan driver %s: no GPU driver was found, so this runs on the CPU and is slow",
             device.name,
         )

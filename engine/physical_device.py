@@ -14,7 +14,7 @@ SUBGROUP_OPERATIONS = {0x1: "basic", 0x2: "vote", 0x4: "arithmetic", 0x8: "ballo
 
 @dataclass(frozen=True)
 class MemoryHeap:
-    """One heap: size in bytes, what VK_EXT_memory_budget allows this process (0 where not known), whether on the device."""
+    """One heap: its size, what VK_EXT_memory_budget allows this process (0: not known), whether it is the device's."""
 
     size_bytes: int
     budget_bytes: int
@@ -31,7 +31,7 @@ class MemoryType:
 
 @dataclass(frozen=True)
 class PhysicalDevice:
-    """One device as its driver describes it. index: its place in the loader's list. uuid: 32 hex digits, all 0 if unknown.
+    """One device as its driver describes it. index: its place in the loader's list. uuid: 32 hex digits, 0s if unknown.
 
     features: those vkfold can use, by name. handle: VkPhysicalDevice, None in plain-data tests.
     """

@@ -97,7 +97,7 @@ def text(chars: Any) -> str:
 
 
 def enumerate_all(function: Any, element: str, *args: Any, call: str) -> tuple[Any, int]:
-    """The two-call idiom: how many, then all of them. Returns the array (keep it: its elements are views) and its length."""
+    """The two-call idiom: how many, then all. Returns the array (keep it: its elements are views) and its length."""
     _, ffi, _, null = binding()
     count = ffi.new("uint32_t*")
     while True:
@@ -107,3 +107,20 @@ def enumerate_all(function: Any, element: str, *args: Any, call: str) -> tuple[A
         check(result, call)
         if result != 5:  # VK_INCOMPLETE: the list grew in between
             return array, count[0]
+
+
+def link(head: Any, *links: Any) -> None:
+    """Chain structs through pNext. The callers keep each link in a variable."""
+    for link in links:
+        if link is not None:
+            head.pNext = link
+            head = link
+
+
+def string_array(names: list[str], keep: list[Any]) -> Any:
+    """A char*[] of these names; what it points to goes into `keep`, which must outlive the call."""
+    ffi = binding().ffi
+    strings = [ffi.new("char[]", name.encode()) for name in names]
+    array = ffi.new("char*[]", strings)
+    keep += [*strings, array]
+    return array

@@ -8,18 +8,19 @@ from . import host_memory, switches
 from .errors import OutOfDeviceMemoryError, VkfoldError
 from .physical_device import PhysicalDevice
 from .pipeline_cache import load_cache, save_cache
-from .vulkan_binding import binding, check, struct
+from .vulkan_binding import binding, check, link, string_array, struct
 from .vulkan_commands import CommandBuffer, Fence, QueryPool
-from .vulkan_instance import FEATURES_1_2, FEATURES_SUBGROUP, Instance, heap_budgets, link, string_array
+from .vulkan_describe import FEATURES_1_2, FEATURES_BASE, FEATURES_SUBGROUP, heap_budgets
+from .vulkan_instance import Instance
+from .vulkan_pipeline import PUSH_BYTES, Pipeline, make_pipeline
 
-PUSH_BYTES = 128
 # Optional device extensions that are enabled where offered.
 _EXTENSIONS = ("VK_KHR_portability_subset", "VK_EXT_memory_budget", "VK_EXT_subgroup_size_control")
 _DEVICE_LOCAL, _HOST_VISIBLE, _COHERENT, _CACHED = 1, 2, 4, 8  # VkMemoryPropertyFlagBits
 
 
 class Buffer:
-    """A VkBuffer with memory of its own. address: its device address. mapping: writable memoryview, host-visible only."""
+    """A VkBuffer with memory of its own. address: on the device. mapping: writable memoryview, host-visible only."""
 
     __slots__ = ("address", "handle", "mapping", "memory", "memory_bytes", "nbytes")
 
@@ -33,22 +34,6 @@ class Buffer:
 
     def __repr__(self) -> str:
         return f"Buffer({self.nbytes} bytes at {self.address:#x}{', mapped' if self.mapping is not None else ''})"
-
-
-class Pipeline:
-    """A compute pipeline. layout is shared by all pipelines of the device."""
-
-    __slots__ = ("handle", "layout", "local_size", "name", "subgroup_size")
-
-    def __init__(self, handle: Any, layout: Any, name: str, local_size: int, subgroup_size: int | None) -> None:
-        self.handle = handle
-        self.layout = layout
-        self.name = name
-        self.local_size = local_size
-        self.subgroup_size = subgroup_size
-
-    def __repr__(self) -> str:
-        return f"Pipeline({self.name}, {self.local_size} invocations)"
 
 
 class Device:
@@ -74,8 +59,13 @@ class Device:
         self.buffer_bytes = 0
         self.num_pipelines_made = 0
         self._functions: dict[str, Any] = {}
+        self.command_pool = self.pipeline_layout = self._cache = binding().null  # destroying null is allowed
         self._make_device()
-        self._make_shared_objects()
+        try:
+            self._make_shared_objects()
+        except BaseException:
+            self.destroy()
+            raise
 
     def _make_device(self) -> None:
         lib, ffi, _, null = binding()
@@ -88,6 +78,8 @@ class Device:
             setattr(f12, name, int(name in physical.features))
         for name in FEATURES_SUBGROUP:
             setattr(subgroup, name, int(name in physical.features))
+        for name in FEATURES_BASE:
+            setattr(features.features, name, int(name in physical.features))
         link(features, f12, subgroup if "VK_EXT_subgroup_size_control" in self.extensions else None)
         priority = ffi.new("float*", 1.0)
         queue = struct(
@@ -124,20 +116,20 @@ class Device:
         )
         pool = ffi.new("VkCommandPool*")
         check(lib.vkCreateCommandPool(self.handle, pool_info, null, pool), "vkCreateCommandPool")
-        self.command_pool: Any = pool[0]
+        self.command_pool = pool[0]
         push = ffi.new("VkPushConstantRange*")
         push.stageFlags, push.offset, push.size = lib.VK_SHADER_STAGE_COMPUTE_BIT, 0, PUSH_BYTES
         layout_info = struct("VkPipelineLayoutCreateInfo", pushConstantRangeCount=1, pPushConstantRanges=push)
         layout = ffi.new("VkPipelineLayout*")
         check(lib.vkCreatePipelineLayout(self.handle, layout_info, null, layout), "vkCreatePipelineLayout")
-        self.pipeline_layout: Any = layout[0]
+        self.pipeline_layout = layout[0]
         self._cache_file = switches.cache_folder() / "pipelines" / f"{self.physical.driver_key}.bin"
         data = load_cache(self._cache_file, self.physical)
         blob = ffi.from_buffer(data)
         cache_info = struct("VkPipelineCacheCreateInfo", initialDataSize=len(data), pInitialData=blob)
         cache = ffi.new("VkPipelineCache*")
         check(lib.vkCreatePipelineCache(self.handle, cache_info, null, cache), "vkCreatePipelineCache")
-        self._cache: Any = cache[0]
+        self._cache = cache[0]
         self._cache_saved = data
         del push, blob
 
@@ -157,10 +149,8 @@ class Device:
         """Bytes this process may use: VK_EXT_memory_budget, else the heap's size; on CPU devices the available RAM."""
         if self.is_cpu:
             return host_memory.available_bytes() + self.buffer_bytes
-        if "VK_EXT_memory_budget" in self.extensions:
-            heaps = heap_budgets(self.physical.handle)
-        else:
-            heaps = self.physical.heaps
+        has_budget = "VK_EXT_memory_budget" in self.extensions
+        heaps = heap_budgets(self.physical.handle) if has_budget else self.physical.heaps
         local = [heap for heap in heaps if heap.device_local] or list(heaps)
         return max((heap.budget_bytes or heap.size_bytes for heap in local), default=0)
 
@@ -245,7 +235,7 @@ class Device:
             ) from None
 
     def destroy_buffer(self, buffer: Buffer) -> None:
-        """Destroy a buffer that no submit in flight uses. Its mapping must not be used afterwards. Safe to call twice."""
+        """Destroy a buffer that no submit in flight uses. Its mapping dies with it. Safe to call twice."""
         if buffer.handle is None:
             return
         lib, _, _, null = binding()
@@ -273,68 +263,9 @@ class Device:
         subgroup_size_required: the size the kernel counts on; asked of the driver where it may vary. Raises
         VkfoldError for sizes outside the device's limits, VulkanError when the driver refuses.
         """
-        lib, ffi, _, null = binding()
-        if len(spirv) % 4 or spirv[:4] != b"\x03\x02\x23\x07":
-            raise VkfoldError(f"kernel {name!r}: these {len(spirv)} bytes are not SPIR-V")
-        if not 0 < local_size_x <= self.max_workgroup_invocations:
-            raise VkfoldError(
-                f"kernel {name!r}: {local_size_x} invocations a workgroup, "
-                f"{self.physical.name} allows 1 to {self.max_workgroup_invocations}"
-            )
-        if push_bytes > PUSH_BYTES:
-            raise VkfoldError(
-                f"kernel {name!r}: {push_bytes} bytes of push constants, at most {PUSH_BYTES} are portable"
-            )
-        # Each object that a struct points to stays in a local variable until the pipeline exists: a struct nested by
-        # value (info.stage) is copied, and the copy keeps nothing alive.
-        code = ffi.from_buffer("uint32_t[]", spirv)
-        module_info = struct("VkShaderModuleCreateInfo", codeSize=len(spirv), pCode=code)
-        module = ffi.new("VkShaderModule*")
-        check(lib.vkCreateShaderModule(self.handle, module_info, null, module), f"vkCreateShaderModule of {name}")
-        try:
-            value = ffi.new("uint32_t*", local_size_x)
-            entry = ffi.new("VkSpecializationMapEntry*")
-            entry.constantID, entry.offset, entry.size = 0, 0, 4
-            constants = ffi.new("VkSpecializationInfo*")
-            constants.mapEntryCount, constants.pMapEntries = 1, entry
-            constants.dataSize, constants.pData = 4, value
-            entry_point = ffi.new("char[]", b"main")
-            required = self._subgroup_requirement(name, subgroup_size_required, local_size_x)
-            flags = 0
-            if required is not None and "computeFullSubgroups" in self.physical.features:
-                if local_size_x % required.requiredSubgroupSize == 0:
-                    flags = lib.VK_PIPELINE_SHADER_STAGE_CREATE_REQUIRE_FULL_SUBGROUPS_BIT
-            info = struct("VkComputePipelineCreateInfo", layout=self.pipeline_layout)
-            stage = struct(
-                "VkPipelineShaderStageCreateInfo",
-                pNext=null if required is None else required,
-                flags=flags,
-                stage=lib.VK_SHADER_STAGE_COMPUTE_BIT,
-                module=module[0],
-                pName=entry_point,
-                pSpecializationInfo=constants,
-            )
-            info.stage = stage[0]
-            out = ffi.new("VkPipeline*")
-            result = lib.vkCreateComputePipelines(self.handle, self._cache, 1, info, null, out)
-            check(result, f"vkCreateComputePipelines of {name}")
-            del value, entry, constants, entry_point, required, stage, code
-        finally:
-            lib.vkDestroyShaderModule(self.handle, module[0], null)
+        pipeline = make_pipeline(self, self._cache, spirv, local_size_x, push_bytes, name, subgroup_size_required)
         self.num_pipelines_made += 1
-        return Pipeline(out[0], self.pipeline_layout, name, local_size_x, subgroup_size_required)
-
-    def _subgroup_requirement(self, name: str, size: int | None, local_size: int) -> Any:
-        physical = self.physical
-        if size is None:
-            return None
-        if physical.max_subgroup_size and physical.min_subgroup_size <= size <= physical.max_subgroup_size:
-            return struct("VkPipelineShaderStageRequiredSubgroupSizeCreateInfo", requiredSubgroupSize=size)
-        if size != physical.subgroup_size:
-            raise VkfoldError(
-                f"kernel {name!r} needs subgroups of {size}, {physical.name} has {physical.subgroup_size}"
-            )
-        return None
+        return pipeline
 
     def destroy_pipeline(self, pipeline: Pipeline) -> None:
         """Destroy a pipeline that no submit in flight uses. Safe to call twice."""
@@ -387,7 +318,7 @@ class Device:
         check(binding().lib.vkDeviceWaitIdle(self.handle), "vkDeviceWaitIdle")
 
     def destroy(self) -> None:
-        """Save the pipeline cache and destroy the device; its buffers and pipelines must be gone. Safe to call twice."""
+        """Save the pipeline cache and destroy the device, whose buffers and pipelines are gone. Safe to call twice."""
         if self.handle is None:
             return
         lib, _, _, null = binding()

@@ -8,17 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from .errors import VulkanUnavailableError
-from .physical_device import MIN_API, TYPES, MemoryHeap, MemoryType, PhysicalDevice
+from .physical_device import MIN_API, PhysicalDevice
 from .switches import apply_log_level, logger
-from .vulkan_binding import binding, check, enumerate_all, struct, text
+from .vulkan_binding import binding, check, enumerate_all, string_array, struct, text
+from .vulkan_describe import describe_device
 
 VALIDATION_LAYER = "VK_LAYER_KHRONOS_validation"
 API_1_2 = (1 << 22) | (2 << 12)
-# Feature names by the struct that carries them; only these are asked about and enabled.
-FEATURES_1_2 = ("bufferDeviceAddress", "scalarBlockLayout", "shaderFloat16", "shaderInt8", "subgroupBroadcastDynamicId",
-                "hostQueryReset", "vulkanMemoryModel", "vulkanMemoryModelDeviceScope")  # fmt: skip
-FEATURES_SUBGROUP = ("subgroupSizeControl", "computeFullSubgroups")
-FEATURES_BASE = ("shaderInt64", "shaderFloat64", "shaderInt16")
 
 
 class Instance:
@@ -174,144 +170,9 @@ class Instance:
         self.handle = None
 
 
-def describe_device(index: int, handle: Any) -> PhysicalDevice:
-    """Ask a VkPhysicalDevice everything vkfold wants to know."""
-    lib, ffi, _, null = binding()
-    array, count = enumerate_all(
-        lib.vkEnumerateDeviceExtensionProperties,
-        "VkExtensionProperties",
-        handle,
-        null,
-        call="vkEnumerateDeviceExtensionProperties",
-    )
-    extensions = frozenset(text(array[i].extensionName) for i in range(count))
-    base = ffi.new("VkPhysicalDeviceProperties*")
-    lib.vkGetPhysicalDeviceProperties(handle, base)
-    version = base.apiVersion
-    modern = version >= API_1_2
-    control = modern and "VK_EXT_subgroup_size_control" in extensions
-    maintenance4 = modern and "VK_KHR_maintenance4" in extensions
-    v11, driver = struct("VkPhysicalDeviceVulkan11Properties"), struct("VkPhysicalDeviceDriverProperties")
-    sizes = struct("VkPhysicalDeviceSubgroupSizeControlProperties")
-    buffers = struct("VkPhysicalDeviceMaintenance4Properties")
-    properties = struct("VkPhysicalDeviceProperties2")
-    if modern:
-        link(properties, v11, driver, sizes if control else None, buffers if maintenance4 else None)
-    lib.vkGetPhysicalDeviceProperties2(handle, properties)
-    f12, fcontrol = (
-        struct("VkPhysicalDeviceVulkan12Features"),
-        struct("VkPhysicalDeviceSubgroupSizeControlFeatures"),
-    )
-    features = struct("VkPhysicalDeviceFeatures2")
-    if modern:
-        link(features, f12, fcontrol if control else None)
-    lib.vkGetPhysicalDeviceFeatures2(handle, features)
-    names = [name for name in FEATURES_1_2 if getattr(f12, name)]
-    names += [name for name in FEATURES_SUBGROUP if getattr(fcontrol, name)]
-    names += [name for name in FEATURES_BASE if getattr(features.features, name)]
-    heaps, types = _memory(handle, "VK_EXT_memory_budget" in extensions)
-    family, bits = _compute_family(handle)
-    limits = base.limits
-    allocation = v11.maxMemoryAllocationSize if modern else 2**30
-    if maintenance4 and buffers.maxBufferSize:
-        allocation = min(allocation, buffers.maxBufferSize)
-    in_compute = v11.subgroupSupportedStages & lib.VK_SHADER_STAGE_COMPUTE_BIT
-    can_require = control and fcontrol.subgroupSizeControl
-    can_require = can_require and sizes.requiredSubgroupSizeStages & lib.VK_SHADER_STAGE_COMPUTE_BIT
-    return PhysicalDevice(
-        index=index,
-        name=text(base.deviceName),
-        type=TYPES[base.deviceType] if base.deviceType < len(TYPES) else "other",
-        uuid=bytes(v11.deviceUUID).hex(),
-        driver_name=_driver_name(driver),
-        driver_info=text(driver.driverInfo),
-        driver_version=base.driverVersion,
-        vendor_id=base.vendorID,
-        device_id=base.deviceID,
-        cache_uuid=bytes(base.pipelineCacheUUID).hex(),
-        api_version=(version >> 22 & 0x7F, version >> 12 & 0x3FF, version & 0xFFF),
-        subgroup_size=v11.subgroupSize,
-        min_subgroup_size=sizes.minSubgroupSize if can_require else 0,
-        max_subgroup_size=sizes.maxSubgroupSize if can_require else 0,
-        subgroup_operations=v11.subgroupSupportedOperations if in_compute else 0,
-        max_workgroup_invocations=min(limits.maxComputeWorkGroupInvocations, limits.maxComputeWorkGroupSize[0]),
-        max_shared_bytes=limits.maxComputeSharedMemorySize,
-        max_push_bytes=limits.maxPushConstantsSize,
-        max_allocation_bytes=allocation,
-        timestamp_period=limits.timestampPeriod,
-        compute_family=family,
-        timestamp_bits=bits,
-        features=frozenset(names),
-        extensions=extensions,
-        heaps=heaps,
-        memory_types=types,
-        handle=handle,
-    )
-
-
-def _driver_name(driver: Any) -> str:
-    lib = binding().lib
-    known = {lib.VK_DRIVER_ID_MESA_LLVMPIPE: "llvmpipe", lib.VK_DRIVER_ID_GOOGLE_SWIFTSHADER: "SwiftShader"}
-    return known.get(driver.driverID) or text(driver.driverName)
-
-
-def _memory(handle: Any, has_budget: bool) -> tuple[tuple[MemoryHeap, ...], tuple[MemoryType, ...]]:
-    lib = binding().lib
-    budget = struct("VkPhysicalDeviceMemoryBudgetPropertiesEXT")
-    memory = struct("VkPhysicalDeviceMemoryProperties2")
-    if has_budget:
-        link(memory, budget)
-    lib.vkGetPhysicalDeviceMemoryProperties2(handle, memory)
-    found = memory.memoryProperties
-    heaps = tuple(
-        MemoryHeap(heap.size, budget.heapBudget[i] if has_budget else 0, bool(heap.flags & 1))
-        for i, heap in ((i, found.memoryHeaps[i]) for i in range(found.memoryHeapCount))
-    )
-    types = tuple(
-        MemoryType(found.memoryTypes[i].propertyFlags, found.memoryTypes[i].heapIndex)
-        for i in range(found.memoryTypeCount)
-    )
-    return heaps, types
-
-
-def heap_budgets(handle: Any) -> tuple[MemoryHeap, ...]:
-    """The heaps with their budgets as of now."""
-    return _memory(handle, True)[0]
-
-
-def _compute_family(handle: Any) -> tuple[int | None, int]:
-    lib = binding().lib
-    array, count = enumerate_all(
-        lib.vkGetPhysicalDeviceQueueFamilyProperties,
-        "VkQueueFamilyProperties",
-        handle,
-        call="vkGetPhysicalDeviceQueueFamilyProperties",
-    )
-    for index in range(count):
-        if array[index].queueFlags & lib.VK_QUEUE_COMPUTE_BIT and array[index].queueCount:
-            return index, array[index].timestampValidBits
-    return None, 0
-
-
-def link(head: Any, *links: Any) -> None:
-    """Chain structs through pNext. The callers keep each link in a variable."""
-    for link in links:
-        if link is not None:
-            head.pNext = link
-            head = link
-
-
 def _names(function: Any, element: str, field: str, *args: Any) -> set[str]:
     array, count = enumerate_all(function, element, *args, call="vkEnumerateInstance...Properties")
     return {text(getattr(array[i], field)) for i in range(count)}
-
-
-def string_array(names: list[str], keep: list[Any]) -> Any:
-    ffi = binding().ffi
-    strings = [ffi.new("char[]", name.encode()) for name in names]
-    array = ffi.new("char*[]", strings)
-    keep += [*strings, array]
-    return array
 
 
 @contextmanager
