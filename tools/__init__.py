@@ -1,0 +1,1 @@
+"""The programs people run: training, generation, the demo."""

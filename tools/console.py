@@ -1,0 +1,39 @@
+"""What every program here does with errors: one clear line and an exit code, a traceback only when asked for."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from ..engine import switches
+from ..engine.errors import VkfoldError
+
+
+def run_program(name: str, main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
+    """Run `main` on the arguments (the command line's when None) and return the exit code.
+
+    Errors of this package print as one message and give their own exit code: 2 for bad input, else 1. Under VKFOLD_DEBUG
+    the traceback comes first. Ctrl-C gives 130.
+    """
+    try:
+        return main(sys.argv[1:] if argv is None else argv)
+    except VkfoldError as error:
+        _show(name, error)
+        return error.exit_code
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        sys.stderr.close()
+        return 1
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _show(name: str, error: VkfoldError) -> None:
+    try:
+        debug = bool(switches.get("VKFOLD_DEBUG"))
+    except VkfoldError:
+        debug = False
+    if debug:
+        traceback.print_exception(error)
+    print(f"{name}: error: {error}", file=sys.stderr)

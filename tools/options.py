@@ -1,0 +1,173 @@
+"""Options of a program from one dataclass: its command line, its config file, its checks.
+
+Each field made with `option` is an option of the same name (`d_model` is `--d-model`). A config file in TOML or JSON may
+set the same names; the command line wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from ..engine.errors import BadInputError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+T = TypeVar("T")
+Rule = tuple[str, Callable[[Any], bool]]
+
+POSITIVE: Rule = ("greater than 0", lambda value: value > 0)
+NOT_NEGATIVE: Rule = ("0 or more", lambda value: value >= 0)
+FRACTION: Rule = ("at least 0 and less than 1", lambda value: 0 <= value < 1)
+
+
+def option(
+    kind: type,
+    default: Any,
+    help: str,
+    *,
+    group: str = "options",
+    choices: Sequence[str] | None = None,
+    rule: Rule | None = None,
+    repeated: bool = False,
+) -> Any:
+    """A dataclass field that is an option.
+
+    kind: int, float, str or bool. rule: what a value must be, in words, and the test of it. repeated: the program's
+    positional arguments. A default of None means "worked out from the others" and is not checked.
+    """
+    metadata = {"kind": kind, "help": help, "group": group, "choices": choices, "rule": rule, "repeated": repeated}
+    if repeated:
+        return dataclasses.field(default_factory=list, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag(name: str) -> str:
+    """The option of a field as typed: "d_model" is "--d-model"."""
+    return "--" + name.replace("_", "-")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadInputError(f"{message} (see --help)")
+
+
+def parse_options(cls: type[T], argv: Sequence[str], program: str, description: str) -> tuple[T, set[str]]:
+    """The options, and the names of those that the command line or the config file gave.
+
+    Raises BadInputError for an unknown option (with the nearest one), or a value that fails its check.
+    """
+    parser = _Parser(prog=program, description=description, allow_abbrev=False)
+    groups: dict[str, Any] = {}
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for field in fields.values():
+        _add_argument(parser, groups, field)
+    values, rest = parser.parse_known_args(argv)
+    given = vars(values)
+    for word in rest:  # an option between two inputs leaves the second one over
+        if word.startswith("-") and word != "-":
+            name = word.split("=")[0].lstrip("-")
+            raise BadInputError(f"unknown option {word}: {_nearest(name, fields, flag)}")
+    positional = next((f.name for f in fields.values() if f.metadata["repeated"]), None)
+    if rest:
+        if positional is None:
+            raise BadInputError(f"unexpected argument {rest[0]!r} (see --help)")
+        given[positional] = [*given.get(positional, []), *rest]
+    if positional and not given.get(positional):
+        given.pop(positional, None)
+    if "config" in fields and given.get("config"):
+        given = read_config_file(Path(given["config"]), fields.values()) | given
+    config = cls(**given)
+    check_values(config)
+    return config, set(given)
+
+
+def _add_argument(parser: argparse.ArgumentParser, groups: dict[str, Any], field: dataclasses.Field[Any]) -> None:
+    data = field.metadata
+    if data["repeated"]:
+        parser.add_argument(field.name, nargs="*", metavar=field.name.upper(), help=data["help"], default=[])
+        return
+    group = groups.get(data["group"])
+    if group is None:
+        group = groups[data["group"]] = parser.add_argument_group(data["group"])
+    text = data["help"] + ("" if field.default in (None, False) else f" (default {field.default})")
+    settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+    if data["kind"] is bool:
+        settings["action"] = argparse.BooleanOptionalAction
+    else:
+        kind = data["kind"]
+        settings |= {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
+        if data["choices"]:
+            settings |= {"choices": data["choices"], "metavar": "{" + ",".join(data["choices"]) + "}"}
+    group.add_argument(flag(field.name), **settings)
+
+
+def read_config_file(path: Path, fields: Iterable[dataclasses.Field[Any]]) -> dict[str, Any]:
+    """Values of a TOML or (name ending in .json) JSON file, by field name; "-" and "_" in names are the same.
+
+    Raises BadInputError for a file that cannot be read, an unknown name (with the nearest one), or a wrong type.
+    """
+    known = {field.name: field for field in fields if field.name != "config"}
+    try:
+        raw = path.read_bytes().decode("utf-8")
+        values = json.loads(raw) if path.suffix == ".json" else tomllib.loads(raw)
+    except OSError as error:
+        raise BadInputError(f"cannot read the config file {path}: {error.strerror or error}") from error
+    except ValueError as error:  # both parsers' errors, and UnicodeDecodeError
+        raise BadInputError(f"the config file {path} is not valid: {error}") from error
+    if not isinstance(values, dict):
+        raise BadInputError(f"the config file {path} must hold names and values, not a {type(values).__name__}")
+    result = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise BadInputError(f"{path}: unknown name {key!r}: {_nearest(name, known, str)}")
+        result[name] = _typed(path, known[name], value)
+    return result
+
+
+def _typed(path: Path, field: dataclasses.Field[Any], value: Any) -> Any:
+    kind = field.metadata["kind"]
+    if field.metadata["repeated"]:
+        value = [value] if isinstance(value, str) else value
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return value
+        raise BadInputError(f"{path}: {field.name} must be a text or a list of texts, not {value!r}")
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if value is None and field.default is None:
+        return None
+    if type(value) is not kind:
+        names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+        raise BadInputError(f"{path}: {field.name} must be {names[kind]}, not {value!r}")
+    return value
+
+
+def check_values(config: Any) -> None:
+    """Check each value by itself. Raises BadInputError naming the option, the value and what it must be."""
+    for field in dataclasses.fields(config):
+        value, data = getattr(config, field.name), field.metadata
+        if value is None or data["repeated"]:
+            continue
+        name = flag(field.name)
+        if data["choices"] and value not in data["choices"]:
+            raise BadInputError(f"{name} {value}: choose from {', '.join(data['choices'])}")
+        if data["kind"] is float and not math.isfinite(value):
+            raise BadInputError(f"{name} {value} is not a finite number")
+        if data["rule"] and not data["rule"][1](value):
+            raise BadInputError(f"{name} {value} must be {data['rule'][0]}")
+
+
+def _nearest(name: str, known: Iterable[str], show: Callable[[str], str]) -> str:
+    near = difflib.get_close_matches(name.replace("-", "_"), list(known), n=1, cutoff=0.5)
+    return f"did you mean {show(near[0])}?" if near else "see --help for what there is"

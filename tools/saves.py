@@ -1,0 +1,223 @@
+"""Saves of a training run on disk: complete or absent, the newest one named, old ones removed.
+
+SAVE/step-00000040/ holds model.safetensors, optimizer.safetensors, state.json and tokenizer.json; SAVE/latest names the
+newest. A save is written into a folder with another name, flushed to the disk and renamed, so that a run killed at any
+moment, or a full disk, leaves the saves before it as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from ..engine.errors import BadInputError
+from .tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
+
+MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, LATEST_FILE = (
+    "model.safetensors",
+    "optimizer.safetensors",
+    "state.json",
+    "latest",
+)
+FORMAT = 1
+Arrays = dict[str, np.ndarray]
+_STEP_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass
+class Save:
+    """One save, read back. state: what `write_save` was given, with the step."""
+
+    folder: Path
+    step: int
+    state: dict[str, Any]
+
+    def model(self) -> Arrays:
+        """The weights by name. Raises BadInputError when the file is missing or damaged."""
+        return _read_arrays(self.folder / MODEL_FILE)
+
+    def optimizer(self) -> Arrays:
+        """The moments by name. Raises BadInputError when the file is missing or damaged."""
+        return _read_arrays(self.folder / OPTIMIZER_FILE)
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the run. Raises BadInputError when the file is missing or damaged."""
+        return load_tokenizer(self.folder / TOKENIZER_FILE)
+
+
+def check_save_folder(root: Path, *, resuming: bool) -> None:
+    """Make the folder and try to write into it. Raises BadInputError when that fails or it holds another run."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise BadInputError(f"cannot write into the save folder {root}: {error.strerror or error}") from error
+    if not resuming and step_folders(root):
+        raise BadInputError(
+            f"{root} already holds saves of a run: go on with --resume {root}, or choose another folder"
+        )
+
+
+def step_folders(root: Path) -> list[Path]:
+    """The complete saves in a folder, oldest first."""
+    found = [(int(m[1]), p) for p in root.iterdir() if (m := _STEP_NAME.fullmatch(p.name)) and p.is_dir()]
+    return [path for _, path in sorted(found)]
+
+
+def write_save(
+    root: Path,
+    step: int,
+    model: Callable[[], Arrays],
+    optimizer: Callable[[], Arrays],
+    state: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    keep: int = 0,
+) -> Path:
+    """Write one save and make it the latest; then remove all but the `keep` newest (0 keeps all).
+
+    model, optimizer: called one after the other, so that only one of the two is in host memory. Raises BadInputError
+    when the disk is full or cannot be written; the saves before stay as they were.
+    """
+    final = root / f"step-{step:08d}"
+    work = root / f".{final.name}.tmp"
+    try:
+        for left_over in root.glob(".step-*.tmp"):  # of a run that was killed
+            shutil.rmtree(left_over)
+        work.mkdir()
+        save_file(model(), work / MODEL_FILE)
+        save_file(optimizer(), work / OPTIMIZER_FILE)
+        tokenizer.save(work)
+        (work / STATE_FILE).write_text(
+            json.dumps({"format": FORMAT, "step": step, **state}, indent=1), encoding="utf-8"
+        )
+        for path in [*work.iterdir(), work]:
+            _flush(path)
+        if final.exists():  # the run went on from an older save
+            final.rename(root / f".{final.name}-old.tmp")
+        work.rename(final)
+        _write_latest(root, final.name)
+        for left_over in root.glob(".step-*-old.tmp"):
+            shutil.rmtree(left_over)
+        for old in step_folders(root)[: -keep or None] if keep else []:
+            _remove(old, final)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(work, ignore_errors=True)
+        saved = [p.name for p in step_folders(root)] if root.is_dir() else []
+        left = f"the last good save is {root / saved[-1]}" if saved else "there is no earlier save"
+        raise BadInputError(f"cannot save into {root}: {error}; {left}") from error
+    return final
+
+
+def _remove(old: Path, newest: Path) -> None:
+    if old != newest:
+        hidden = old.with_name(f".{old.name}-old.tmp")  # complete or absent, here too
+        old.rename(hidden)
+        shutil.rmtree(hidden)
+
+
+def _write_latest(root: Path, name: str) -> None:
+    temporary = root / f".{LATEST_FILE}.tmp"
+    temporary.write_text(name + "\n", encoding="utf-8")
+    _flush(temporary)
+    temporary.replace(root / LATEST_FILE)
+    _flush(root)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    if path.is_dir():
+        if os.name == "nt":  # folders cannot be flushed there
+            return
+        handle = os.open(path, os.O_RDONLY)
+    else:
+        handle = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def open_save(path: Path) -> Save:
+    """The save at `path`: one save's folder, or a folder of saves, whose latest is taken.
+
+    Raises BadInputError when there is none, or when its state cannot be read.
+    """
+    folder = path
+    if not path.is_dir():
+        raise BadInputError(f"no save at {path}: " + ("it is a file" if path.exists() else "it does not exist"))
+    if not (path / STATE_FILE).exists() and not _STEP_NAME.fullmatch(path.name):
+        folder = _latest(path)
+    try:
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        found, step = state["format"], int(state["step"])
+    except OSError as error:
+        raise BadInputError(f"the save {folder} is incomplete: {STATE_FILE}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInputError(f"the save {folder} is damaged: {STATE_FILE}: {error}") from error
+    if found != FORMAT:
+        raise BadInputError(f"the save {folder} has format {found}; this version reads format {FORMAT}")
+    return Save(folder, step, state)
+
+
+def _latest(root: Path) -> Path:
+    folders = step_folders(root)
+    try:
+        named = root / (root / LATEST_FILE).read_text(encoding="utf-8").strip()
+        if named in folders:
+            return named
+    except (OSError, ValueError):
+        pass  # the newest complete save is as good
+    if not folders:
+        raise BadInputError(f"no save in {root}: it has no folder like step-00000040")
+    return folders[-1]
+
+
+def _read_arrays(path: Path) -> Arrays:
+    try:
+        return load_file(path)
+    except OSError as error:
+        raise BadInputError(f"the save {path.parent} is incomplete: {path.name}: {error.strerror or error}") from error
+    except SafetensorError as error:
+        size = path.stat().st_size
+        raise BadInputError(f"{path} is truncated or damaged ({size} bytes): {error}; try an older save") from error
+
+
+def check_arrays(arrays: Arrays, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Compare names and shapes with what the model has. Raises BadInputError naming the first that differs."""
+    missing, extra = sorted(shapes.keys() - arrays.keys()), sorted(arrays.keys() - shapes.keys())
+    if missing or extra:
+        raise BadInputError(f"{where} is of another model: {_some('missing', missing)}{_some('unknown', extra)}")
+    for name, shape in shapes.items():
+        if arrays[name].shape != tuple(shape):
+            raise BadInputError(
+                f"{where} is of another model: {name} has shape {arrays[name].shape}, not {tuple(shape)}"
+            )
+
+
+def _some(word: str, names: list[str]) -> str:
+    return f"{len(names)} {word} ({', '.join(names[:3])}) " if names else ""
+
+
+def untie(arrays: Arrays, table: str, head: str) -> Arrays:
+    """The arrays of a tied model: one tensor for the embedding and the head, under the table's name.
+
+    Raises BadInputError when the arrays hold two different ones. A head equal to the table (or its transpose) is dropped.
+    """
+    if head not in arrays or table not in arrays:
+        return arrays
+    first, second = arrays[table], arrays[head]
+    if not any(np.array_equal(first, other) for other in (second, second.T)):
+        raise BadInputError(f"{head} and {table} differ, but the head is tied to the embedding: which one is meant?")
+    return {name: array for name, array in arrays.items() if name != head}
