@@ -1,0 +1,126 @@
+"""`python -m vkfold`: what devices there are, what vkfold uses of them, where its caches lie, which switches are set."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from .engine import switches
+from .engine.device_choice import choose_device
+from .engine.errors import VkfoldError
+from .engine.physical_device import PhysicalDevice
+from .engine.vulkan_api import Instance
+
+_USED = ("bufferDeviceAddress", "subgroupSizeControl", "computeFullSubgroups", "subgroupBroadcastDynamicId")
+
+
+def main() -> int:
+    """Print the report. 0 when there is a usable device, 2 when not."""
+    console = Console(highlight=False)
+    code = 0
+    try:
+        console.print(switch_table())
+        devices, chosen, trouble = find_devices()
+        for device in devices:
+            console.print(device_table(device, chosen=device is chosen))
+        if trouble:
+            console.print(trouble, style="bold red", markup=False, soft_wrap=True)
+            code = 2
+        console.print(place_table(chosen))
+    except VkfoldError as error:
+        console.print(str(error), style="bold red", markup=False, soft_wrap=True)
+        code = error.exit_code
+    return code
+
+
+def find_devices() -> tuple[list[PhysicalDevice], PhysicalDevice | None, str]:
+    """All devices, the one that would be used, and why there is none."""
+    instance = None
+    devices: list[PhysicalDevice] = []
+    try:
+        instance = Instance()
+        devices = instance.physical_devices()
+        return devices, choose_device(devices, switches.get("VKFOLD_DEVICE")), ""
+    except VkfoldError as error:
+        return devices, None, str(error)
+    finally:
+        if instance is not None:
+            instance.destroy()
+
+
+def device_table(device: PhysicalDevice, chosen: bool) -> Table:
+    """One device as a two-column table."""
+    title = f"device {device.index}: {device.name}" + (" (used)" if chosen else "")
+    table = _two_columns(title)
+    major, minor, patch = device.api_version
+    missing = device.missing()
+    sizes = f"{device.subgroup_size}"
+    if device.max_subgroup_size:
+        sizes += f" (selectable {device.min_subgroup_size} to {device.max_subgroup_size})"
+    heaps = []
+    for heap in device.heaps:
+        budget = f", budget {_gib(heap.budget_bytes)}" if heap.budget_bytes else ""
+        heaps.append(f"{_gib(heap.size_bytes)}{' on the device' if heap.device_local else ''}{budget}")
+    timestamps = f"{device.timestamp_period:g} ns a tick" if device.timestamp_bits else "none"
+    for key, value in (
+        ("type", device.type),
+        ("driver", f"{device.driver_name} {device.driver_info}".strip()),
+        ("Vulkan", f"{major}.{minor}.{patch}"),
+        ("UUID", device.uuid),
+        ("fits", "yes" if not missing else "no, it lacks " + "; ".join(missing)),
+        ("features used", ", ".join(name for name in _USED if name in device.features) or "none"),
+        ("subgroup size", sizes),
+        ("workgroup", f"{device.max_workgroup_invocations} invocations, {device.max_shared_bytes // 1024} KiB shared"),
+        ("largest allocation", _gib(device.max_allocation_bytes)),
+        ("memory heaps", "; ".join(heaps)),
+        ("timestamps", timestamps),
+    ):
+        table.add_row(key, value)
+    return table
+
+
+def place_table(chosen: PhysicalDevice | None) -> Table:
+    """Compiler and cache folders."""
+    table = _two_columns("kernels and caches")
+    folder = switches.cache_folder()
+    table.add_row("compiler", compiler_line())
+    table.add_row("cache folder", f"{folder}{'' if folder.is_dir() else ' (made at first use)'}")
+    if chosen is not None:
+        pipelines = folder / "pipelines" / f"{chosen.driver_key}.bin"
+        size = f"{pipelines.stat().st_size} bytes" if pipelines.is_file() else "none yet"
+        table.add_row("pipeline cache", f"{pipelines} ({size})")
+    return table
+
+
+def compiler_line() -> str:
+    """The run-time compiler in words; known kernels need none."""
+    from .engine.compiler import describe_compiler
+
+    return describe_compiler()
+
+
+def switch_table() -> Table:
+    """The environment switches and their values."""
+    table = Table(title="switches", title_justify="left", title_style="bold")
+    for heading in ("name", "values", "now", "meaning"):
+        table.add_column(heading, overflow="fold")
+    for row in switches.describe():
+        table.add_row(*row)
+    return table
+
+
+def _two_columns(title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
