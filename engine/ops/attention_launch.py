@@ -1,0 +1,130 @@
+"""Kernels of attention and how they are dispatched, for separate tensors and for one that holds q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from ..kernel import Kernel
+from ..tensor import Tensor
+from .attention_rule import AttentionShape
+
+KNOWN_HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128)  # compiled ahead of time; any other up to 256 at first use
+
+_SIZES = (
+    "uint num_queries, uint num_keys, uint num_heads, uint num_kv_heads, "
+    "uint q_row, uint kv_row, uint o_row, uint tiles, uint window, uint flags, float scale"
+)
+_ARGS = {
+    "forward": f"in f32 q, in f32 k, in f32 v, in i32 key_lengths, out f32 o, out f32 lse, {_SIZES}",
+    "d_q": "in f32 q, in f32 k, in f32 v, in f32 o, in f32 d_o, in f32 lse, in i32 key_lengths, "
+    f"out f32 d_q, out f32 delta, {_SIZES}",
+    "d_kv": "in f32 q, in f32 k, in f32 v, in f32 d_o, in f32 lse, in f32 delta, in i32 key_lengths, "
+    f"out f32 d_k, out f32 d_v, {_SIZES}",
+}
+_CAUSAL, _LENGTHS = 1, 2
+# Straight-line multiply-adds a kernel may have: a CPU driver compiles about a thousand of them in a second.
+_MOST_FMAS = 2048
+_PRODUCTS = {"forward": 2, "d_q": 3, "d_kv": 4}
+
+
+class Part(NamedTuple):
+    """A pointer into a tensor: where q, k or v begins, in elements."""
+
+    tensor: Tensor
+    start: int = 0
+
+    @property
+    def pointer(self) -> tuple[Tensor, int]:
+        """The (tensor, byte offset) pair a dispatch takes."""
+        return self.tensor, 4 * self.start
+
+
+def block_rows(head_dim: int, spread: int) -> int:
+    """Rows of the other side in one block: part of the accumulation order, so a function of head_dim and device alone."""
+    return min(spread, 8 if head_dim <= 32 else 4 if head_dim <= 128 else 2)
+
+
+@lru_cache(maxsize=None)
+def kernel(kind: str, head_dim: int, spread: int, rows: int) -> Kernel:
+    """The kernel for tiles of `rows` rows a lane on devices that spread loads over `spread` lanes."""
+    return Kernel(
+        f"attention_{kind}_{head_dim}_r{rows}",
+        f"attention_{kind}.comp",
+        _ARGS[kind],
+        subgroups=1,
+        defines={"HEAD_DIM": head_dim, "SPREAD": spread, "KEYS": block_rows(head_dim, spread), "ROWS": rows},
+    )
+
+
+def most_rows(kind: str, head_dim: int, spread: int) -> int:
+    """Rows a lane of the widest tile: a load then serves more multiplications, and compiling takes longer."""
+    fmas = _PRODUCTS[kind] * head_dim * block_rows(head_dim, spread)
+    rows = 1
+    while rows < 8 and fmas * rows * 2 <= _MOST_FMAS:
+        rows *= 2
+    return rows
+
+
+def choose_rows(gpu: Any, kind: str, head_dim: int, num_rows: int) -> int:
+    """Rows a lane: wide tiles on CPU drivers, where loads are dear, unless the tile would stand mostly empty.
+
+    GPUs hide loads behind other subgroups and have no registers to spare. The bits do not depend on this choice.
+    """
+    widest = most_rows(kind, head_dim, min(gpu.subgroup_size, 8))
+    return widest if gpu.is_cpu and num_rows > gpu.subgroup_size * widest // 2 else 1
+
+
+def all_kernels(*kinds: str) -> Iterator[Kernel]:
+    """Everything the launches ask for at the known head sizes."""
+    for kind in kinds:
+        for head_dim in KNOWN_HEAD_DIMS:
+            for spread in (4, 8):
+                for rows in {1, most_rows(kind, head_dim, spread)}:
+                    yield kernel(kind, head_dim, spread, rows)
+
+
+def _run(
+    gpu: Any, kind: str, shape: AttentionShape, heads: int, num_rows: int, pointers: tuple[Any, ...],
+    lengths: Tensor | None, causal: bool, window: int, scale: float,
+) -> None:  # fmt: skip
+    rows = choose_rows(gpu, kind, shape.head_dim, num_rows)
+    tiles = -(-num_rows // (gpu.subgroup_size * rows))
+    gpu.dispatch(
+        kernel(kind, shape.head_dim, min(gpu.subgroup_size, 8), rows),
+        tiles * shape.batch * heads,
+        *pointers,
+        shape.num_queries,
+        shape.num_keys,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.q_row,
+        shape.kv_row,
+        shape.o_row,
+        tiles,
+        min(window, shape.num_queries + shape.num_keys),
+        _CAUSAL * causal + _LENGTHS * (lengths is not None),
+        scale,
+    )
+
+
+def launch_forward(
+    gpu: Any, shape: AttentionShape, q: Part, k: Part, v: Part, o: Tensor, lse: Tensor, lengths: Tensor | None,
+    causal: bool, window: int, scale: float,
+) -> None:  # fmt: skip
+    """Record attention forward: one dispatch."""
+    pointers = (q.pointer, k.pointer, v.pointer, lse if lengths is None else lengths, o, lse)
+    _run(gpu, "forward", shape, shape.num_heads, shape.num_queries, pointers, lengths, causal, window, scale)
+
+
+def launch_backward(
+    gpu: Any, shape: AttentionShape, d_o: Tensor, q: Part, k: Part, v: Part, o: Tensor, lse: Tensor,
+    d_q: Part, d_k: Part, d_v: Part, delta: Tensor, lengths: Tensor | None, causal: bool, window: int, scale: float,
+) -> None:  # fmt: skip
+    """Record attention backward: dQ with rowsum(dO * O), then dK and dV."""
+    some = lse if lengths is None else lengths
+    pointers = (q.pointer, k.pointer, v.pointer, o, d_o, lse, some, d_q.pointer, delta)
+    _run(gpu, "d_q", shape, shape.num_heads, shape.num_queries, pointers, lengths, causal, window, scale)
+    pointers = (q.pointer, k.pointer, v.pointer, d_o, lse, delta, some, d_k.pointer, d_v.pointer)
+    _run(gpu, "d_kv", shape, shape.num_kv_heads, shape.num_keys, pointers, lengths, causal, window, scale)

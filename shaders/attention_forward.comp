@@ -1,0 +1,103 @@
+// Attention forward, one fold over key blocks (Dao 2023, FlashAttention-2; online softmax of Milakov & Gimelshein 2018).
+// A lane holds ROWS query rows: q, the unnormalised output and the running maximum and sum stay in registers.
+#include "attention_common.glsl"
+
+void main() {
+    const uint lane = gl_SubgroupInvocationID;
+    const uint tile_rows = gl_SubgroupSize * ROWS;
+    const uint tile = balanced_tile(group_index() % args.tiles, args.tiles);
+    const uint batch = group_index() / args.tiles / args.num_heads;
+    const uint head = group_index() / args.tiles % args.num_heads;
+    const uint kv_head = head / (args.num_heads / args.num_kv_heads);
+    const int offset = int(args.num_keys) - int(args.num_queries);  // position of query 0
+    const int limit = key_limit(batch);
+
+    float q[ROWS * HEAD_DIM], acc[ROWS * HEAD_DIM], top[ROWS], total[ROWS];
+    int low[ROWS], count[ROWS];
+    [[unroll]] for (uint r = 0; r < ROWS; r++) {
+        const uint row = tile * tile_rows + r * gl_SubgroupSize + lane;
+        const ivec2 seen = keys_of_query(offset + int(row), limit);
+        low[r] = seen.x;
+        count[r] = max(seen.y - seen.x, 0);
+        top[r] = NEGATIVE_INFINITY;
+        total[r] = 0.0;
+        const uint at = (batch * args.num_queries + min(row, args.num_queries - 1u)) * args.q_row + head * HEAD_DIM;
+        [[unroll]] for (uint d = 0; d < HEAD_DIM; d++) {
+            q[r * HEAD_DIM + d] = args.q.v[at + d];
+            acc[r * HEAD_DIM + d] = 0.0;
+        }
+    }
+
+    const int first = int(tile * tile_rows);
+    const int last = min(first + int(tile_rows), int(args.num_queries)) - 1;
+    const int begin = keys_of_query(offset + first, limit).x / KEYS * KEYS;
+    const int end = keys_of_query(offset + last, limit).y;
+    const uint base = batch * args.num_keys * args.kv_row + kv_head * HEAD_DIM;
+    const int my_key = int(lane % KEYS);
+    const uint my_dim = lane / KEYS % DIMS;
+    for (int outer = begin; outer < end; outer += MAX_TRIPS * KEYS) {
+        for (int key = outer; key < min(end, outer + MAX_TRIPS * KEYS); key += KEYS) {
+            // Rows past the end are read from the last valid key and masked: they may never have been written.
+            const uint at = base + uint(min(key + my_key, end - 1)) * args.kv_row + my_dim;
+            float s[ROWS * KEYS];
+            [[unroll]] for (uint i = 0; i < ROWS * KEYS; i++) s[i] = 0.0;
+            [[unroll]] for (uint c = 0; c < CHUNKS; c++) {
+                const float loaded = args.k.v[CHUNK_INDEX(c)];
+                [[unroll]] for (uint u = 0; u < DIMS; u++) {
+                    if (c * DIMS + u < HEAD_DIM) {
+                        [[unroll]] for (uint j = 0; j < KEYS; j++) {
+                            const float k = subgroupShuffle(loaded, u * KEYS + j);
+                            [[unroll]] for (uint r = 0; r < ROWS; r++)
+                                s[r * KEYS + j] = fma(q[r * HEAD_DIM + c * DIMS + u], k, s[r * KEYS + j]);
+                        }
+                    }
+                }
+            }
+            float decay[ROWS];
+            [[unroll]] for (uint r = 0; r < ROWS; r++) {
+                float highest = top[r];
+                [[unroll]] for (uint j = 0; j < KEYS; j++) {
+                    const bool seen = uint(key + int(j) - low[r]) < uint(count[r]);
+                    s[r * KEYS + j] = seen ? s[r * KEYS + j] * args.scale : NEGATIVE_INFINITY;
+                    highest = max(highest, s[r * KEYS + j]);
+                }
+                // While a row has seen nothing but -inf, subtracting 0 keeps -inf - -inf from being NaN.
+                const float shift = highest == NEGATIVE_INFINITY ? 0.0 : highest;
+                decay[r] = top[r] == NEGATIVE_INFINITY ? 0.0 : exp_or_nan(top[r] - shift);
+                top[r] = highest;
+                float sum = 0.0;
+                [[unroll]] for (uint j = 0; j < KEYS; j++) {
+                    const float score = s[r * KEYS + j];
+                    s[r * KEYS + j] = score == NEGATIVE_INFINITY ? 0.0 : exp_or_nan(score - shift);
+                    sum += s[r * KEYS + j];
+                }
+                total[r] = fma(total[r], decay[r], sum);
+            }
+            [[unroll]] for (uint c = 0; c < CHUNKS; c++) {
+                const float loaded = args.v.v[CHUNK_INDEX(c)];
+                [[unroll]] for (uint u = 0; u < DIMS; u++) {
+                    if (c * DIMS + u < HEAD_DIM) {
+                        [[unroll]] for (uint r = 0; r < ROWS; r++) acc[r * HEAD_DIM + c * DIMS + u] *= decay[r];
+                        [[unroll]] for (uint j = 0; j < KEYS; j++) {
+                            const float v = subgroupShuffle(loaded, u * KEYS + j);
+                            [[unroll]] for (uint r = 0; r < ROWS; r++)
+                                acc[r * HEAD_DIM + c * DIMS + u] = fma(s[r * KEYS + j], v, acc[r * HEAD_DIM + c * DIMS + u]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    [[unroll]] for (uint r = 0; r < ROWS; r++) {
+        const uint row = tile * tile_rows + r * gl_SubgroupSize + lane;
+        if (row < args.num_queries) {
+            const uint at = (batch * args.num_queries + row) * args.o_row + head * HEAD_DIM;
+            const bool empty = total[r] == 0.0;
+            [[unroll]] for (uint d = 0; d < HEAD_DIM; d++)
+                args.o.v[at + d] = empty ? 0.0 : acc[r * HEAD_DIM + d] / total[r];
+            args.lse.v[(batch * args.num_heads + head) * args.num_queries + row] =
+                empty ? NEGATIVE_INFINITY : top[r] + log(total[r]);
+        }
+    }
+}
