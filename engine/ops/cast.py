@@ -1,0 +1,99 @@
+"""Conversion between element types. 16-bit types are for storage: kernels work on their bits, two elements a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..dtypes import itemsize
+from ..kernel import Kernel
+from ..op import Op, register
+from ..tensor import Tensor, TensorSpec
+from .row_kernels import FLAT_SIZE, flat_groups
+
+if TYPE_CHECKING:
+    from ..compute_engine import ComputeEngine
+    from ..recorder import Recorder
+
+_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}  # as in the shader
+
+KERNELS = {
+    (source, target): Kernel(
+        f"cast_{source}_{target}",
+        "cast.comp",
+        "in u32 x, out u32 y, uint n, uint source_start",
+        local_size=FLAT_SIZE,
+        defines={"SOURCE": _CODES[source], "TARGET": _CODES[target]},
+    )
+    for source in _CODES
+    for target in _CODES
+    if source != target
+}
+
+
+def bfloat16_bits(values: Any) -> Any:
+    """float32 values as the upper half of their bits, rounded to nearest even; NaN stays a quiet NaN."""
+    bits = np.asarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(bits & 0x7FFFFFFF > 0x7F800000, bits >> 16 | 0x40, rounded).astype(np.uint16)
+
+
+def bfloat16_values(bits: Any) -> Any:
+    """The float32 values of bfloat16 bits."""
+    return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
+
+
+class CastOp(Op):
+    """The elements in another type."""
+
+    name = "cast"
+
+    def outputs(self, x: TensorSpec, *, source: str, dtype: str) -> Sequence[TensorSpec]:
+        for name in (source, dtype):
+            if name not in _CODES:
+                raise ValueError(f"cast: cannot convert from or to {name!r}: use one of {', '.join(_CODES)}")
+        return (TensorSpec(x.shape, dtype),)
+
+    def flops(self, x: TensorSpec, *, source: str, dtype: str) -> int:
+        return 0
+
+    def reference(self, x: Any, *, source: str, dtype: str) -> Sequence[Any]:
+        if source == dtype:
+            return (x.copy(),)
+        values = bfloat16_values(x) if source == "bfloat16" else x
+        if dtype == "float32":
+            return (values if values.dtype.kind == "f" else values.astype(np.float32),)
+        if dtype == "bfloat16":
+            return (bfloat16_bits(values.astype(np.float32)),)
+        if dtype == "float16":
+            return (values.astype(np.float32).astype(np.float16),)
+        wide = np.nan_to_num(np.trunc(values.astype(np.float64)), nan=0.0, posinf=2.0**31, neginf=-(2.0**31))
+        return (np.clip(wide, -(2**31), 2**31 - 1).astype(np.int32),)
+
+    def launch(
+        self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, source: str, dtype: str
+    ) -> None:
+        (x,), (y,) = inputs, outputs
+        if source == dtype:
+            gpu.copy(x, y, x.nbytes)
+            return
+        start = x.address % 4 // 2 if itemsize(source) == 2 else 0
+        groups = flat_groups(-(-x.size // 2))
+        gpu.dispatch(KERNELS[source, dtype], groups, (x, -2 * start), y, x.size, start)
+
+    def kernels(self) -> Iterable[Kernel]:
+        return KERNELS.values()
+
+
+CAST = register(CastOp())
+
+
+def cast(engine: ComputeEngine, x: Tensor, dtype: str) -> Tensor:
+    """The elements of x as float32, float16, bfloat16 or int32, in a new tensor of the same shape.
+
+    Floats are rounded to nearest even by way of float32; overflow gives infinity, NaN stays NaN. To int32: towards zero,
+    saturating, NaN gives 0. Raises ValueError for another type.
+    """
+    return engine.execute(CAST, (x,), source=x.dtype, dtype=dtype)[0]

@@ -1,0 +1,150 @@
+"""Embedding: rows of a table by token id, and the gradient of the table, deterministic and without atomics.
+
+The gradient chains the positions of each id in one pass over the tokens; the first position of an id then adds all its
+rows in order. The cost depends on tokens and columns, not on the vocabulary (but for zeroing out when not accumulating).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..kernel import Kernel
+from ..op import Op, register
+from ..tensor import Tensor, TensorSpec
+from .row_kernels import (
+    ROW_SUBGROUPS,
+    RowKernels,
+    check_dtype_of,
+    check_spec,
+    column_groups,
+    flat_groups,
+    row_groups,
+    rows_and_columns,
+)
+
+if TYPE_CHECKING:
+    from ..compute_engine import ComputeEngine
+    from ..recorder import Recorder
+
+LOOK_UP = RowKernels(
+    "embedding",
+    "embedding.comp",
+    "in f32 table, in i32 tokens, out f32 y, uint num_tokens, uint cols, uint vocabulary",
+)
+LINKS = Kernel(
+    "embedding_links",
+    "embedding_links.comp",
+    "in i32 tokens, inout u32 links, uint num_tokens, uint vocabulary",
+    subgroups=ROW_SUBGROUPS,
+)
+BACKWARD = RowKernels(
+    "embedding_backward",
+    "embedding_backward.comp",
+    "in f32 dy, in i32 tokens, in u32 links, inout f32 out_rows, uint num_tokens, uint cols, uint vocabulary, "
+    "uint accumulate",
+)
+
+
+def _table_shape(op: str, name: str, table: TensorSpec) -> tuple[int, int]:
+    rows, cols = rows_and_columns(op, name, table)
+    if len(table.shape) != 2 or rows == 0:
+        raise ValueError(f"{op}: {name} has shape {table.shape}, needed is [vocabulary, columns]")
+    return rows, cols
+
+
+class EmbeddingOp(Op):
+    """Rows of a table."""
+
+    name = "embedding"
+
+    def outputs(self, table: TensorSpec, tokens: TensorSpec) -> Sequence[TensorSpec]:
+        _, cols = _table_shape(self.name, "table", table)
+        check_dtype_of(self.name, "tokens", tokens, "int32")
+        return (TensorSpec((*tokens.shape, cols)),)
+
+    def flops(self, table: TensorSpec, tokens: TensorSpec) -> int:
+        return 0
+
+    def reference(self, table: Any, tokens: Any) -> Sequence[Any]:
+        return (table[np.clip(tokens, 0, len(table) - 1)],)
+
+    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        (table, tokens), (y,) = inputs, outputs
+        vocabulary, cols = table.shape
+        kernel = LOOK_UP.pick(cols, table, y)
+        groups = flat_groups(tokens.size * column_groups(cols))
+        gpu.dispatch(kernel, groups, table, tokens, y, tokens.size, cols, vocabulary)
+
+    def kernels(self) -> Iterable[Kernel]:
+        return LOOK_UP.both()
+
+
+class EmbeddingBackwardOp(Op):
+    """Gradient of the table, written or added to a given tensor."""
+
+    name = "embedding_backward"
+    writes = (2,)
+
+    def outputs(self, dy: TensorSpec, tokens: TensorSpec, out: TensorSpec, *, accumulate: bool) -> Sequence[TensorSpec]:
+        _, cols = _table_shape(self.name, "out", out)
+        check_dtype_of(self.name, "tokens", tokens, "int32")
+        check_spec(self.name, "dy", dy, (*tokens.shape, cols))
+        return ()
+
+    def scratch(self, *specs: TensorSpec | None, **settings: Any) -> Sequence[TensorSpec]:
+        assert specs[1] is not None
+        return (TensorSpec((specs[1].size, 2), "uint32"),)  # next position, not-the-first flag
+
+    def flops(self, dy: TensorSpec, tokens: TensorSpec, out: TensorSpec, *, accumulate: bool) -> int:
+        return dy.size
+
+    def reference(self, dy: Any, tokens: Any, out: Any, *, accumulate: bool) -> Sequence[Any]:
+        if not accumulate:
+            out[...] = 0
+        ids = np.clip(tokens, 0, len(out) - 1).reshape(-1)
+        np.add.at(out, ids, dy.reshape(-1, out.shape[1]))
+        return ()
+
+    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, accumulate: bool) -> None:
+        (dy, tokens, out), (links,) = inputs, outputs
+        vocabulary, cols = out.shape
+        count = tokens.size
+        if not accumulate:
+            gpu.fill_zero(out)
+        if count == 0:
+            return
+        gpu.fill_zero(links)
+        gpu.dispatch(LINKS, row_groups(gpu, LINKS, count), tokens, links, count, vocabulary)
+        kernel = BACKWARD.pick(cols, dy, out)
+        groups = flat_groups(count * column_groups(cols))
+        gpu.dispatch(kernel, groups, dy, tokens, links, out, count, cols, vocabulary, int(accumulate))
+
+    def kernels(self) -> Iterable[Kernel]:
+        return (LINKS, *BACKWARD.both())
+
+
+EMBEDDING = register(EmbeddingOp())
+EMBEDDING_BACKWARD = register(EmbeddingBackwardOp())
+
+
+def embedding(engine: ComputeEngine, table: Tensor, tokens: Tensor) -> Tensor:
+    """Rows of table [vocabulary, cols] by token id. tokens: int32 [...]; returns [..., cols].
+
+    Ids outside 0..vocabulary-1 are clamped, never read out of range: check data before uploading it. Raises ValueError
+    for shapes or types that do not fit.
+    """
+    return engine.execute(EMBEDDING, (table, tokens))[0]
+
+
+def embedding_backward(
+    engine: ComputeEngine, dy: Tensor, tokens: Tensor, out: Tensor, *, accumulate: bool = False
+) -> None:
+    """Writes d_table [vocabulary, cols] of `embedding` into out, from dy [..., cols] and tokens [...]; rows of ids that
+    do not occur become 0. accumulate adds to what out holds instead.
+
+    The rows of an id are added in the order of their positions. Raises ValueError for shapes or types that do not fit.
+    """
+    engine.execute(EMBEDDING_BACKWARD, (dy, tokens, out), accumulate=accumulate)

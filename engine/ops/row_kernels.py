@@ -1,0 +1,82 @@
+"""What ops over the rows of a float32 array share: shape checks, and a kernel in two load widths."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ..kernel import Kernel
+from ..tensor import Tensor, TensorSpec
+
+if TYPE_CHECKING:
+    from ..recorder import Recorder
+
+MAX_COLUMNS = 2**20  # lavapipe 22.3 ends loops after 65,535 rounds: 4 columns x at least 4 lanes a round
+ROW_SUBGROUPS = 4  # rows a workgroup
+FLAT_SIZE = 64  # invocations a workgroup of kernels without rows
+
+
+def rows_and_columns(op: str, name: str, spec: TensorSpec) -> tuple[int, int]:
+    """(rows, columns) of a float32 array whose last dimension is the row.
+
+    Raises ValueError for another type, no dimension, no column, or more than 2^20 columns.
+    """
+    check_dtype_of(op, name, spec, "float32")
+    if not spec.shape or not 0 < spec.shape[-1] <= MAX_COLUMNS:
+        raise ValueError(f"{op}: {name} of shape {spec.shape} needs 1 to {MAX_COLUMNS} columns")
+    return math.prod(spec.shape[:-1]), spec.shape[-1]
+
+
+def check_dtype_of(op: str, name: str, spec: TensorSpec, dtype: str) -> None:
+    """Raises ValueError when the element type is not `dtype`."""
+    if spec.dtype != dtype:
+        raise ValueError(f"{op}: {name} is {spec.dtype}, needed is {dtype}")
+
+
+def check_spec(op: str, name: str, spec: TensorSpec, shape: tuple[int, ...], dtype: str = "float32") -> None:
+    """Raises ValueError when the shape or the element type differs."""
+    check_dtype_of(op, name, spec, dtype)
+    if spec.shape != shape:
+        raise ValueError(f"{op}: {name} has shape {spec.shape}, needed is {shape}")
+
+
+class RowKernels:
+    """One kernel with 16-byte loads and with 4-byte loads; both add in the same order, so the choice changes no bit.
+
+    subgroups: rows a workgroup, one a subgroup; 0 for kernels that go by invocation, `FLAT_SIZE` a workgroup.
+    """
+
+    def __init__(self, name: str, source: str, args: str, *, subgroups: int = 0, **defines: int) -> None:
+        def make(suffix: str, vec4: int) -> Kernel:
+            values: dict[str, Any] = {"VEC4": vec4, **defines}
+            if subgroups:
+                return Kernel(name + suffix, source, args, subgroups=subgroups, defines=values)
+            return Kernel(name + suffix, source, args, local_size=FLAT_SIZE, defines=values)
+
+        self.wide = make("_vec4", 1)
+        self.narrow = make("_scalar", 0)
+
+    def both(self) -> tuple[Kernel, Kernel]:
+        """The two kernels."""
+        return self.wide, self.narrow
+
+    def pick(self, cols: int, *tensors: Tensor) -> Kernel:
+        """The wide kernel where every row of every tensor starts on 16 bytes."""
+        if cols % 4 == 0 and not any(t.address % 16 for t in tensors):
+            return self.wide
+        return self.narrow
+
+
+def row_groups(gpu: Recorder, kernel: Kernel, rows: int) -> int:
+    """Workgroups for one subgroup a row."""
+    return -(-rows // (kernel.workgroup_size(gpu.subgroup_size, gpu.max_invocations) // gpu.subgroup_size))
+
+
+def flat_groups(invocations: int) -> int:
+    """Workgroups for so many invocations of a flat kernel."""
+    return -(-invocations // FLAT_SIZE)
+
+
+def column_groups(cols: int) -> int:
+    """Groups of four columns in a row."""
+    return -(-cols // 4)

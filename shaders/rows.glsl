@@ -1,0 +1,43 @@
+// One subgroup a row, columns in groups of four. With VEC4 a group is one 16-byte load; without it (row starts that are
+// not 16-byte aligned) the same four values come one by one. Both variants add in the same order: equal bits.
+
+uint subgroup_row() { return group_index() * gl_NumSubgroups + gl_SubgroupID; }
+
+uint linear_index() { return group_index() * gl_WorkGroupSize.x + gl_LocalInvocationID.x; }
+
+// Columns c .. c+3 of the row that starts at element `start`; 0 from column `cols` on.
+vec4 load4(F32 p, uint start, uint c, uint cols) {
+    if (c >= cols) return vec4(0.0);
+#if VEC4
+    return F32x4(p).v[(start + c) >> 2];
+#else
+    vec4 v = vec4(p.v[start + c], 0.0, 0.0, 0.0);
+    if (c + 1 < cols) v.y = p.v[start + c + 1];
+    if (c + 2 < cols) v.z = p.v[start + c + 2];
+    if (c + 3 < cols) v.w = p.v[start + c + 3];
+    return v;
+#endif
+}
+
+void store4(F32 p, uint start, uint c, uint cols, vec4 v) {
+    if (c >= cols) return;
+#if VEC4
+    F32x4(p).v[(start + c) >> 2] = v;
+#else
+    p.v[start + c] = v.x;
+    if (c + 1 < cols) p.v[start + c + 1] = v.y;
+    if (c + 2 < cols) p.v[start + c + 2] = v.z;
+    if (c + 3 < cols) p.v[start + c + 3] = v.w;
+#endif
+}
+
+// v where the column exists, `otherwise` from column `cols` on.
+vec4 inside4(vec4 v, vec4 otherwise, uint c, uint cols) {
+#if VEC4
+    return c < cols ? v : otherwise;
+#else
+    return mix(otherwise, v, lessThan(uvec4(c, c + 1, c + 2, c + 3), uvec4(cols)));
+#endif
+}
+
+float sum4(vec4 v) { return (v.x + v.y) + (v.z + v.w); }
