@@ -1,0 +1,308 @@
+"""Ranges of bytes out of large blocks, first fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .block import Block
+from .block_source import BlockSource, OutOfBlockMemory
+from .pool_errors import PoolExhaustedError
+from .pool_stats import PoolStats, fragmentation_of
+
+DEFAULT_BLOCK_BYTES = 128 * 2**20
+SMALLEST_BLOCK_BYTES = 2**20  # when memory runs short, blocks get smaller down to this before the pool gives up
+
+# (event, block sequence number, offset, bytes); events: allocate, free, add_block, release_block
+Observer = Callable[[str, int, int, int], None]
+
+
+class PoolRange:
+    """Bytes offset..offset+nbytes-1 of a block. nbytes is a multiple of the alignment; requested is what was asked for."""
+
+    __slots__ = ("block", "live", "nbytes", "offset", "requested")
+
+    def __init__(self, block: Block, offset: int, nbytes: int, requested: int) -> None:
+        self.block = block
+        self.offset = offset
+        self.nbytes = nbytes
+        self.requested = requested
+        self.live = True
+
+    def __repr__(self) -> str:
+        state = "" if self.live else ", freed"
+        return f"PoolRange(block={self.block.sequence}, offset={self.offset}, nbytes={self.nbytes}{state})"
+
+
+class BlockPool:
+    """Gives ranges first fit by (block sequence number, offset) and takes blocks from `source` when none fits.
+
+    block_bytes: size of a block; a request above it gets a block of its exact (aligned) size. alignment: a power of
+    two; every range starts and ends on it. budget_bytes: most bytes to reserve from the source, None for no limit of
+    the pool's own. observer: called after every event, for traces.
+
+    Where a range lies depends on nothing but the order of calls. A freed range is reusable at once. Not thread-safe; a
+    `free` that a garbage collection runs in the middle of another call is put off to that call's end.
+    """
+
+    def __init__(
+        self,
+        source: BlockSource,
+        *,
+        block_bytes: int = DEFAULT_BLOCK_BYTES,
+        alignment: int = 256,
+        name: str = "",
+        budget_bytes: int | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        if alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"alignment {alignment} is not a power of two")
+        if block_bytes < alignment:
+            raise ValueError(f"block_bytes {block_bytes} is less than the alignment {alignment}")
+        self.source = source
+        self.alignment = alignment
+        self.block_bytes = self._aligned(block_bytes)
+        self.name = name
+        self.budget_bytes = budget_bytes
+        self.observer = observer
+        self.retain_free_bytes = 0
+        self.generation = 0
+        self.live_bytes = 0
+        self.reserved_bytes = 0
+        self.peak_live_bytes = 0
+        self.peak_reserved_bytes = 0
+        self.num_ranges = 0
+        self.total_allocations = 0
+        self.total_blocks = 0
+        self._slots: list[Block] = []  # by sequence number
+        self._leaves = 1
+        self._tree = [0, 0]  # largest hole below each node; leaf _leaves + slot is a block
+        self._busy = False
+        self._put_off: list[PoolRange] = []
+        self._destroyed = False
+
+    def _aligned(self, nbytes: int) -> int:
+        mask = self.alignment - 1
+        return (nbytes + mask) & ~mask or self.alignment
+
+    # -- ranges ------------------------------------------------------------------------------------------------------
+    def allocate(self, nbytes: int) -> PoolRange:
+        """A range of at least `nbytes` bytes and at least one alignment unit; its contents are undefined.
+
+        Raises ValueError for a negative size, PoolExhaustedError when nothing fits and the source or the budget allows
+        no further block.
+        """
+        if nbytes < 0:
+            raise ValueError(f"cannot allocate {nbytes} bytes")
+        size = (nbytes + self.alignment - 1) & -self.alignment or self.alignment
+        self._busy = True
+        try:
+            tree, leaves = self._tree, self._leaves
+            if tree[1] < size:
+                self._add_block(size)
+                tree, leaves = self._tree, self._leaves
+            node = 1
+            while node < leaves:
+                node <<= 1
+                if tree[node] < size:
+                    node += 1
+            block = self._slots[node - leaves]
+            range_ = PoolRange(block, block.take(size), size, nbytes)
+            if tree[node] != block.tree[1]:
+                self._set_leaf(node, block.tree[1])
+            self.num_ranges += 1
+            self.total_allocations += 1
+            self.live_bytes = live = self.live_bytes + size
+            if live > self.peak_live_bytes:
+                self.peak_live_bytes = live
+            if self.observer is not None:
+                self.observer("allocate", block.sequence, range_.offset, size)
+        finally:
+            self._busy = False
+            if self._put_off:
+                self._free_put_off()
+        return range_
+
+    def free(self, range_: PoolRange) -> None:
+        """Give a range back; holes beside it join it at once.
+
+        Raises ValueError when it was freed before or belongs to another pool. After `destroy` it does nothing.
+        """
+        if self._busy:
+            self._put_off.append(range_)
+            return
+        block = range_.block
+        if not range_.live:
+            if self._destroyed:
+                return
+            raise ValueError(f"double free of {range_} in memory pool {self.name!r}")
+        slot = block.slot
+        if slot >= len(self._slots) or self._slots[slot] is not block:
+            if self._destroyed:
+                return
+            raise ValueError(f"{range_} is not of memory pool {self.name!r}")
+        self._busy = True
+        try:
+            range_.live = False
+            size = range_.nbytes
+            block.give(range_.offset, size)
+            node = self._leaves + slot
+            if self._tree[node] != block.tree[1]:
+                self._set_leaf(node, block.tree[1])
+            self.num_ranges -= 1
+            self.live_bytes -= size
+            if self.observer is not None:
+                self.observer("free", block.sequence, range_.offset, size)
+        finally:
+            self._busy = False
+            if self._put_off:
+                self._free_put_off()
+
+    def _free_put_off(self) -> None:
+        while self._put_off:
+            self.free(self._put_off.pop(0))
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+    def blocks(self) -> list[Block]:
+        """The blocks in first-fit order."""
+        return list(self._slots)
+
+    def _add_block(self, size: int) -> None:
+        """A block with room for `size`; smaller than block_bytes where the budget or the source is nearly used up."""
+        if self._destroyed:
+            raise RuntimeError(f"memory pool {self.name!r} is destroyed")
+        nbytes = max(size, self.block_bytes)
+        if self.budget_bytes is not None:
+            rest = (self.budget_bytes - self.reserved_bytes) & -self.alignment
+            if rest < size:
+                reason = f"the pool's budget of {self.budget_bytes} bytes leaves {max(rest, 0)} to reserve"
+                raise PoolExhaustedError(self.name, size, self.budget_bytes, self.stats(), reason)
+            nbytes = min(nbytes, rest)
+        smallest = min(nbytes, max(size, SMALLEST_BLOCK_BYTES))
+        while True:
+            try:
+                handle = self.source.allocate(nbytes)
+                break
+            except OutOfBlockMemory as error:
+                if nbytes == smallest:
+                    budget = self.budget_bytes
+                    if budget is None:
+                        budget = getattr(self.source, "budget_bytes", None)
+                    raise PoolExhaustedError(self.name, size, budget, self.stats(), str(error)) from error
+                nbytes = max(smallest, self._aligned(nbytes // 2))
+        block = Block(handle, nbytes, self.total_blocks, len(self._slots), self.alignment)
+        self.total_blocks += 1
+        self._slots.append(block)
+        if len(self._slots) > self._leaves:
+            self._rebuild()
+        else:
+            self._set_leaf(self._leaves + block.slot, nbytes)
+        self.reserved_bytes += nbytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        if self.observer is not None:
+            self.observer("add_block", block.sequence, 0, nbytes)
+
+    def _set_leaf(self, node: int, value: int) -> None:
+        tree = self._tree
+        tree[node] = value
+        while node > 1:
+            value = max(value, tree[node ^ 1])
+            node >>= 1
+            if tree[node] == value:
+                return
+            tree[node] = value
+
+    def _rebuild(self) -> None:
+        count = len(self._slots)
+        self._leaves = leaves = 1 << max(0, count - 1).bit_length()
+        tree = [0] * (2 * leaves)
+        for slot, block in enumerate(self._slots):
+            block.slot = slot
+            tree[leaves + slot] = block.tree[1]
+        for node in range(leaves - 1, 0, -1):
+            tree[node] = max(tree[2 * node], tree[2 * node + 1])
+        self._tree = tree
+
+    def set_retain_free_bytes(self, nbytes: int) -> None:
+        """Idle bytes that `release_idle_blocks` keeps, so that steady work does not ask the driver again each step.
+
+        Raises ValueError for a negative number.
+        """
+        if nbytes < 0:
+            raise ValueError(f"retain_free_bytes {nbytes} is negative")
+        self.retain_free_bytes = nbytes
+
+    def release_idle_blocks(self, *, keep_retained: bool = True) -> int:
+        """Return blocks without any range to the source, latest first; returns the bytes given back.
+
+        A block stays while the idle bytes left without it would be fewer than `retain_free_bytes`; with
+        `keep_retained=False` every idle block goes.
+        """
+        idle = [block for block in self._slots if not block.num_ranges]
+        keep = self.retain_free_bytes if keep_retained else 0
+        left = sum(block.nbytes for block in idle)
+        released = []
+        for block in reversed(idle):
+            if left - block.nbytes >= keep:
+                left -= block.nbytes
+                released.append(block)
+        self._release(released)
+        return sum(block.nbytes for block in released)
+
+    def _release(self, released: list[Block]) -> None:
+        if not released:
+            return
+        self._busy = True
+        try:
+            self.generation += 1
+            gone = {block.sequence for block in released}
+            self._slots = [block for block in self._slots if block.sequence not in gone]
+            self._rebuild()
+            for block in released:
+                self.reserved_bytes -= block.nbytes
+                self.source.free(block.handle)
+                if self.observer is not None:
+                    self.observer("release_block", block.sequence, 0, block.nbytes)
+        finally:
+            self._busy = False
+            if self._put_off:
+                self._free_put_off()
+
+    def destroy(self) -> None:
+        """Return every block to the source, in use or not. Later frees do nothing, later allocations raise RuntimeError."""
+        self._destroyed = True
+        self.live_bytes = self.num_ranges = 0
+        self._release(list(self._slots))
+
+    # -- statistics --------------------------------------------------------------------------------------------------
+    def stats(self) -> PoolStats:
+        """A snapshot."""
+        free, largest = self.reserved_bytes - self.live_bytes, self._tree[1]
+        return PoolStats(
+            name=self.name,
+            blocks=len(self._slots),
+            allocated_bytes=self.reserved_bytes,
+            live_bytes=self.live_bytes,
+            free_bytes=free,
+            largest_hole_bytes=largest,
+            fragmentation=fragmentation_of(free, largest),
+            idle_bytes=sum(block.nbytes for block in self._slots if not block.num_ranges),
+            peak_live_bytes=self.peak_live_bytes,
+            peak_reserved_bytes=self.peak_reserved_bytes,
+            num_ranges=self.num_ranges,
+            total_allocations=self.total_allocations,
+            total_blocks=self.total_blocks,
+            retain_free_bytes=self.retain_free_bytes,
+            generation=self.generation,
+        )
+
+    def reset_peak(self) -> None:
+        """Start both peaks anew from what is live and reserved."""
+        self.peak_live_bytes = self.live_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
+
+    def __str__(self) -> str:
+        return str(self.stats())
+
+    def __repr__(self) -> str:
+        return f"BlockPool({self.stats()})"
