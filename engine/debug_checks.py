@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -99,30 +100,37 @@ class MemoryChecks:
             raise VkfoldError(f"guard words of a tensor made by {name!r} were overwritten: a kernel wrote outside its tensor")
 
     # -- ops ---------------------------------------------------------------------------------------------------------
-    def before_op(self, op: Op) -> None:
+    @contextmanager
+    def making(self, op: Op) -> Iterator[None]:
+        """Tensors allocated inside are called after the op."""
+        before, self._op = self._op, op.name
+        try:
+            yield
+        finally:
+            self._op = before
+
+    def before_op(self) -> None:
         """Remember what memory holds before an op (strictest level only)."""
-        self._op = op.name
         if self._watch_changes:
             self._before = self._snapshot()
 
     def after_op(self, op: Op, inputs: Sequence[Tensor | None], made: Sequence[Tensor]) -> None:
         """Raise VkfoldError when bytes changed that the op did not declare as written."""
-        self._op = "upload"
         if not self._watch_changes:
             return
         declared = [inputs[i] for i in op.writes if inputs[i] is not None] + list(made)
         after = self._snapshot()
         for key, old in self._before.items():
-            changed = np.frombuffer(old, np.uint8) != np.frombuffer(after[key], np.uint8)
+            changed = np.frombuffer(old, np.uint32) != np.frombuffer(after[key], np.uint32)
             for tensor in declared:
                 assert tensor is not None
                 start = tensor.address - key
-                if 0 <= start < len(changed):
-                    changed[start : start + (tensor.nbytes + 3 & ~3)] = False
+                if 0 <= start < len(old):
+                    changed[start // 4 : -(-(start + tensor.nbytes) // 4)] = False
             if changed.any():
-                offset = int(np.flatnonzero(changed)[0])
+                offset = 4 * int(np.flatnonzero(changed)[0])
                 raise VkfoldError(
-                    f"op {op.name!r} changed {int(changed.sum())} bytes it did not declare, "
+                    f"op {op.name!r} changed {4 * int(changed.sum())} bytes it did not declare, "
                     f"the first at {key + offset:#x} (byte {offset} of its block)"
                 )
         self._before = {}
