@@ -1,4 +1,4 @@
-"""`python -m vkfold`: what devices there are, what vkfold uses of them, where its caches lie, which switches are set."""
+"""`python -m vkfold`: the devices there are, what is used of them, the folders of caches, the switches that are set."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def test_a_required_subgroup_size(device: Device) -> None:
 def test_bad_pipelines_are_named(device: Device) -> None:
     spirv = spirv_for(SIZE)
     too_many = device.max_workgroup_invocations + 1
-    with pytest.raises(VkfoldError, match="'mine'.*not SPIR-V"):
+    with pytest.raises(VkfoldError, match=r"'mine'.*not SPIR-V"):
         device.create_pipeline(b"GLSL" * 8, 1, 16, "mine")
     with pytest.raises(VkfoldError, match=f"'mine': {too_many} invocations.*allows 1 to"):
         device.create_pipeline(spirv, too_many, 16, "mine")
