@@ -1,0 +1,47 @@
+"""Layers, models, losses, optimizers: explicit forward and backward on a ComputeEngine."""
+
+from .attention import Attention
+from .embedding import Embedding
+from .feed_forward import FeedForward
+from .gpt_block import GPTBlock
+from .gpt_config import GPTConfig
+from .gpt_model import GPTModel
+from .layer import Layer
+from .layer_norm import LayerNorm
+from .linear import Linear
+from .losses import CrossEntropyLoss, LinearCrossEntropy
+from .optimizers import SGD, AdamW, Optimizer
+from .parameter import Parameter
+from .rms_norm import RMSNorm
+from .rope import Rope, RopeScaling
+from .schedules import Schedule, constant, cosine
+from .softmax import Softmax
+from .training_step import StepResult, TrainingStep, evaluate_loss
+
+__all__ = [
+    "SGD",
+    "AdamW",
+    "Attention",
+    "CrossEntropyLoss",
+    "Embedding",
+    "FeedForward",
+    "GPTBlock",
+    "GPTConfig",
+    "GPTModel",
+    "Layer",
+    "LayerNorm",
+    "Linear",
+    "LinearCrossEntropy",
+    "Optimizer",
+    "Parameter",
+    "RMSNorm",
+    "Rope",
+    "RopeScaling",
+    "Schedule",
+    "Softmax",
+    "StepResult",
+    "TrainingStep",
+    "constant",
+    "cosine",
+    "evaluate_loss",
+]
