@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..memory_pool import BlockPool, PoolExhaustedError, PoolRange, PoolStats
+from .allocation_ledger import AllocationLedger
 from .compute_engine import ComputeEngine, Rule
 from .op import Op
 from .tensor import Storage, Tensor, TensorSpec
@@ -29,6 +30,7 @@ class PooledEngine(ComputeEngine):
         }
         self._pool = self.pools[STEP]
         self.guard_bytes = 0  # around every tensor; VKFOLD_DEBUG
+        self.ledger: AllocationLedger | None = None  # hears of every op while one is attached
 
     # -- allocation --------------------------------------------------------------------------------------------------
     def _allocate(self, spec: TensorSpec) -> Tensor:
@@ -67,11 +69,14 @@ class PooledEngine(ComputeEngine):
     def execute(self, op: Op, inputs: tuple[Tensor | None, ...], **settings: Any) -> tuple[Tensor, ...]:
         """Allocate the outputs and record the op."""
         rule = self.rule_of(op, inputs, settings)
+        ledger = self.ledger
+        if ledger is not None:
+            ledger.begin_op(op, inputs, rule)
         made = [self._allocate(spec) for spec in rule.outputs]
-        if rule.scratch:
-            self._launch(op, rule, inputs, made + [self._allocate(spec) for spec in rule.scratch], settings)
-        else:
-            self._launch(op, rule, inputs, made, settings)
+        scratch = [self._allocate(spec) for spec in rule.scratch]
+        if ledger is not None:
+            ledger.end_op(made)
+        self._launch(op, rule, inputs, made + scratch, settings)
         return tuple(made)
 
     def empty(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
