@@ -65,7 +65,7 @@ SWITCHES: dict[str, Switch] = {
             "0..3",
             0,
             _debug_level,
-            "1: validation layers and guard words around tensors; 2: also NaN patterns in fresh and freed memory; "
+            "1: validation layers; 2: also guard words around tensors and NaN in fresh and freed memory; "
             "3: also a check that each op changed only what it declared",
         ),
         Switch("VKFOLD_CACHE_DIR", "folder", None, _folder, "compiled kernels, pipelines and tuning results"),

@@ -1,0 +1,76 @@
+"""A pass over SPIR-V words: float arithmetic must not be contracted, so that bits do not depend on a driver's taste.
+
+Format: SPIR-V specification, section 2.3 (physical layout): five header words, then instructions whose first word is
+(length << 16) | opcode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+_MAGIC = 0x07230203
+_HEADER_WORDS = 5
+_OP_DECORATE, _OP_TYPE_VOID = 71, 19
+_NO_CONTRACTION = 42
+# SPIR-V 1.6, 3.52.13 (arithmetic): result id in word 2
+_FLOAT_OPS = {
+    127: "FNegate",
+    129: "FAdd",
+    131: "FSub",
+    133: "FMul",
+    136: "FDiv",
+    140: "FRem",
+    141: "FMod",
+    142: "VectorTimesScalar",
+    143: "MatrixTimesScalar",
+    144: "VectorTimesMatrix",
+    145: "MatrixTimesVector",
+    146: "MatrixTimesMatrix",
+    147: "OuterProduct",
+    148: "Dot",
+}
+_ANNOTATIONS_END = range(19, 40)  # the type declarations, which follow all annotations
+
+
+def _words(spirv: bytes) -> np.ndarray:
+    words = np.frombuffer(spirv, np.uint32)
+    if len(words) < _HEADER_WORDS or words[0] != _MAGIC:
+        raise ValueError("not a SPIR-V module of this machine's byte order")
+    return words
+
+
+def instructions(spirv: bytes) -> Iterator[tuple[int, int, np.ndarray]]:
+    """(position in words, opcode, words) of each instruction. Raises ValueError for a malformed module."""
+    words = _words(spirv)
+    position = _HEADER_WORDS
+    while position < len(words):
+        length, opcode = int(words[position]) >> 16, int(words[position]) & 0xFFFF
+        if length == 0 or position + length > len(words):
+            raise ValueError(f"malformed SPIR-V at word {position}")
+        yield position, opcode, words[position : position + length]
+        position += length
+
+
+def uncontracted(spirv: bytes) -> list[tuple[int, str]]:
+    """(result id, operation) of every float operation that a driver may still contract."""
+    decorated, operations = set(), []
+    for _, opcode, words in instructions(spirv):
+        if opcode == _OP_DECORATE and words[2] == _NO_CONTRACTION:
+            decorated.add(int(words[1]))
+        elif opcode in _FLOAT_OPS:
+            operations.append((int(words[2]), _FLOAT_OPS[opcode]))
+    return [(result, name) for result, name in operations if result not in decorated]
+
+
+def add_no_contraction(spirv: bytes) -> bytes:
+    """The module with NoContraction on every float operation."""
+    missing = uncontracted(spirv)
+    if not missing:
+        return spirv
+    # Annotations come before the first type declaration (specification, section 2.4).
+    place = next(position for position, opcode, _ in instructions(spirv) if opcode in _ANNOTATIONS_END)
+    decorations = [word for result, _ in missing for word in ((3 << 16) | _OP_DECORATE, result, _NO_CONTRACTION)]
+    words = _words(spirv)
+    return np.concatenate([words[:place], np.array(decorations, np.uint32), words[place:]]).tobytes()
