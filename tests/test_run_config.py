@@ -68,7 +68,7 @@ def test_config_file_and_command_line_wins(tmp_path: Path, kind: str) -> None:
         ("seq_len = 0", "--seq-len 0 must be greater than 0"),
         ("lr = nan", "not a finite number"),
         ("lr = inf", "not a finite number"),
-        ('norm = "batch"', "choose from rms, layer"),
+        ('norm = "batch"', "choose from rmsnorm, layernorm"),
         ("seq_len =", "is not valid"),
     ],
 )
@@ -108,6 +108,7 @@ def test_config_file_that_cannot_be_read(tmp_path: Path) -> None:
         ("--num-heads 4 --num-kv-heads 3", "--num-kv-heads 3 does not divide --num-heads 4"),
         ("--d-model 12 --num-heads 4", "head_dim 3 .* is odd"),
         ("--min-lr 1", "--min-lr 1 is more than"),
+        ("--recompute mlp,nrom", "--recompute nrom: choose from"),
         ("--keep 2", "--keep needs --save"),
         ("--save-interval 2", "--save-interval needs --save"),
         ("--tokenizer bpe --vocab-size 100", "at least 256"),

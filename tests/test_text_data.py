@@ -111,6 +111,16 @@ def test_number_of_windows(num_tokens: int, stride: int) -> None:
     assert last_start + seq_len + 1 > num_tokens
 
 
+def test_batches_cover_all_windows_once() -> None:
+    windows = Windows(np.arange(60, dtype=np.uint16), 8, 8)
+    assert len(windows) == 7
+    batches = list(windows.batches(3))
+    assert [inputs.shape for inputs, _ in batches] == [(3, 8)] * 3
+    targets = np.concatenate([targets for _, targets in batches])
+    assert np.array_equal(targets[targets != -100], np.arange(1, 57))
+    assert (targets[7:] == -100).all()
+
+
 def test_shorter_than_a_window() -> None:
     assert len(Windows(np.zeros(8, np.uint16), 8, 1)) == 0
     with pytest.raises(BadInputError, match="needs 9"):

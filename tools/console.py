@@ -13,14 +13,17 @@ from ..engine.errors import VkfoldError
 def run_program(name: str, main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
     """Run `main` on the arguments (the command line's when None) and return the exit code.
 
-    Errors of this package print as one message and give their own exit code: 2 for bad input, else 1. Under VKFOLD_DEBUG
-    the traceback comes first. Ctrl-C gives 130.
+    Errors of this package print as one message and give their own exit code: 2 for bad input, else 1. Under
+    VKFOLD_DEBUG the traceback comes first. Ctrl-C gives 130.
     """
     try:
         return main(sys.argv[1:] if argv is None else argv)
     except VkfoldError as error:
         _show(name, error)
         return error.exit_code
+    except MemoryError as error:
+        print(f"{name}: error: out of memory: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         sys.stderr.close()
         return 1

@@ -1,7 +1,7 @@
 """Options of a program from one dataclass: its command line, its config file, its checks.
 
-Each field made with `option` is an option of the same name (`d_model` is `--d-model`). A config file in TOML or JSON may
-set the same names; the command line wins.
+Each field made with `option` is an option of the same name (`d_model` is `--d-model`). A config file in TOML or JSON
+may set the same names; the command line wins.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Every option of text_train, in one dataclass, and the checks that need no device."""
 
+# ruff: noqa: RUF009 (option is dataclasses.field)
+
 from __future__ import annotations
 
 import dataclasses
@@ -8,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine.errors import BadInputError
+from ..nn.gpt_block import RECOMPUTE_GROUPS
 from .options import FRACTION, NOT_NEGATIVE, POSITIVE, check_values, flag, option
 
 INPUT, MODEL, TRAINING, MEMORY, RUN = "input", "model", "training", "memory", "run"
@@ -42,8 +45,8 @@ class RunConfig:
     d_ff: int | None = option(
         int, None, "width of the feed-forward; 8/3 d rounded up to 256 for swiglu, else 4 d", group=MODEL, rule=POSITIVE
     )
-    norm: str = option(str, "rms", "normalisation", group=MODEL, choices=("rms", "layer"))
-    activation: str = option(str, "swiglu", "feed-forward", group=MODEL, choices=("swiglu", "gelu", "relu"))
+    norm: str = option(str, "rmsnorm", "normalisation", group=MODEL, choices=("rmsnorm", "layernorm"))
+    activation: str = option(str, "swiglu", "feed-forward", group=MODEL, choices=("swiglu", "gelu", "relu", "silu"))
     positions: str = option(str, "rope", "positions", group=MODEL, choices=("rope", "learned"))
     tie_head: bool = option(bool, False, "use the embedding table as the head", group=MODEL)
     dropout: float = option(float, 0.0, "dropout probability", group=MODEL, rule=FRACTION)
@@ -72,6 +75,16 @@ class RunConfig:
     # -- memory ------------------------------------------------------------------------------------------------------
     checkpoint_every: int = option(
         int, 0, "recompute activations in segments of so many blocks; 0 is off", group=MEMORY, rule=NOT_NEGATIVE
+    )
+
+    recompute: str = option(
+        str, "", f"what to free in forward and rebuild in backward: any of {', '.join(RECOMPUTE_GROUPS)}", group=MEMORY
+    )
+    flush_interval: int = option(
+        int, 0, "blocks from one submit to the next; 0 is once a pass", group=MEMORY, rule=NOT_NEGATIVE
+    )
+    loss_chunk_bytes: int = option(
+        int, 0, "logits made at a time; 0 is all at once; other sums, so other bits", group=MEMORY, rule=NOT_NEGATIVE
     )
 
     # -- run ---------------------------------------------------------------------------------------------------------
@@ -106,13 +119,16 @@ def check_config(config: RunConfig) -> None:
         )
     if config.positions == "rope" and (d_model // heads) % 2:
         raise BadInputError(
-            f"head_dim {d_model // heads} (--d-model {d_model} / --num-heads {heads}) is odd: rotary positions turn pairs; "
-            f"choose an even head_dim or --positions learned"
+            f"head_dim {d_model // heads} (--d-model {d_model} / --num-heads {heads}) is odd: rotary positions turn "
+            f"pairs; choose an even head_dim or --positions learned"
         )
     if config.min_lr > config.lr:
         raise BadInputError(f"--min-lr {config.min_lr:g} is more than --lr {config.lr:g}")
     if config.seed >= 2**63:
         raise BadInputError(f"--seed {config.seed} must be less than 2^63")
+    unknown = sorted(set(recompute_groups(config)) - set(RECOMPUTE_GROUPS))
+    if unknown:
+        raise BadInputError(f"--recompute {', '.join(unknown)}: choose from {', '.join(RECOMPUTE_GROUPS)}")
     if config.keep and not (config.save or config.resume):
         raise BadInputError("--keep needs --save")
     if config.save_interval and not (config.save or config.resume):
@@ -123,10 +139,15 @@ def check_config(config: RunConfig) -> None:
         )
 
 
+def recompute_groups(config: RunConfig) -> list[str]:
+    """The names in --recompute."""
+    return [name.strip() for name in config.recompute.split(",") if name.strip()]
+
+
 # What a resumed run may change: nothing that enters the arithmetic of the steps before max_steps.
 FREE_ON_RESUME = {
-    *("inputs", "glob", "epochs", "max_steps", "checkpoint_every", "engine", "device", "log_interval", "log_file"),
-    *("eval_interval", "save", "save_interval", "keep", "resume", "sample", "config"),
+    *("inputs", "glob", "epochs", "max_steps", "checkpoint_every", "recompute", "flush_interval", "engine", "device"),
+    *("log_interval", "log_file", "eval_interval", "save", "save_interval", "keep", "resume", "sample", "config"),
 }
 
 

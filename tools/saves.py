@@ -192,32 +192,3 @@ def _read_arrays(path: Path) -> Arrays:
     except SafetensorError as error:
         size = path.stat().st_size
         raise BadInputError(f"{path} is truncated or damaged ({size} bytes): {error}; try an older save") from error
-
-
-def check_arrays(arrays: Arrays, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Compare names and shapes with what the model has. Raises BadInputError naming the first that differs."""
-    missing, extra = sorted(shapes.keys() - arrays.keys()), sorted(arrays.keys() - shapes.keys())
-    if missing or extra:
-        raise BadInputError(f"{where} is of another model: {_some('missing', missing)}{_some('unknown', extra)}")
-    for name, shape in shapes.items():
-        if arrays[name].shape != tuple(shape):
-            raise BadInputError(
-                f"{where} is of another model: {name} has shape {arrays[name].shape}, not {tuple(shape)}"
-            )
-
-
-def _some(word: str, names: list[str]) -> str:
-    return f"{len(names)} {word} ({', '.join(names[:3])}) " if names else ""
-
-
-def untie(arrays: Arrays, table: str, head: str) -> Arrays:
-    """The arrays of a tied model: one tensor for the embedding and the head, under the table's name.
-
-    Raises BadInputError when the arrays hold two different ones. A head equal to the table (or its transpose) is dropped.
-    """
-    if head not in arrays or table not in arrays:
-        return arrays
-    first, second = arrays[table], arrays[head]
-    if not any(np.array_equal(first, other) for other in (second, second.T)):
-        raise BadInputError(f"{head} and {table} differ, but the head is tied to the embedding: which one is meant?")
-    return {name: array for name, array in arrays.items() if name != head}

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..engine.errors import BadInputError
+from ..nn.losses import IGNORE_INDEX
 from .tokenizers import Tokenizer
 
 TOKENS_FILE = "tokens.bin"
@@ -93,7 +94,7 @@ class TokenFile:
 
 
 def write_token_file(folder: Path, chunks: Iterable[bytes], tokenizer: Tokenizer) -> TokenFile:
-    """Encode the chunks into `folder`/tokens.bin, complete or absent. Raises BadInputError when it cannot be written."""
+    """Encode the chunks into `folder`/tokens.bin, complete or absent. Raises BadInputError when it cannot."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
     digest, num_bytes, num_tokens = hashlib.sha256(), 0, 0
     path = folder / TOKENS_FILE
@@ -152,8 +153,8 @@ def split_held_out(num_tokens: int, seq_len: int, fraction: float | None) -> int
         return num_tokens - held_out if fits else num_tokens
     if held_out and not fits:
         raise BadInputError(
-            f"--held-out {fraction:g} of {num_tokens} tokens leaves {num_tokens - held_out} for training and {held_out} "
-            f"held out; each part needs one window of {window} tokens: give more text or --held-out 0"
+            f"--held-out {fraction:g} of {num_tokens} tokens leaves {num_tokens - held_out} for training and "
+            f"{held_out} held out; each part needs one window of {window} tokens: give more text or --held-out 0"
         )
     return num_tokens - held_out
 
@@ -178,6 +179,14 @@ class Windows:
         starts = np.asarray(numbers, np.int64) * self.stride
         rows = self.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int32)
         return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+
+    def batches(self, batch_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All windows in order, the last batch filled up with ignored targets so that every batch has one shape."""
+        for start in range(0, len(self), batch_size):
+            numbers = np.arange(start, start + batch_size)
+            inputs, targets = self.batch(np.minimum(numbers, len(self) - 1))
+            targets[numbers >= len(self)] = IGNORE_INDEX
+            yield inputs, targets
 
 
 class ShuffledWindows:

@@ -1,0 +1,75 @@
+"""Whether a run fits the device, told before any of it is allocated there."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from ..engine.errors import BadInputError
+from ..engine.plan_engine import PlanEngine
+from ..nn.training_step import TrainingStep
+from .model_setup import make_model, make_optimizer
+from .run_config import RunConfig
+
+
+def planned_peak_bytes(config: RunConfig, vocab_size: int) -> int:
+    """Most bytes live at once in one training step: the run's own code on an engine that only counts.
+
+    Raises BadInputError for sizes no engine can hold.
+    """
+    engine = PlanEngine()
+    tokens = np.zeros((config.batch_size, config.seq_len), np.int32)
+    try:
+        model = make_model(engine, config, vocab_size)
+        step = TrainingStep(model, make_optimizer(model, config), max_norm=config.max_norm)
+        step([(tokens, tokens)] * min(config.accum_steps, 2), step=0, learning_rate=config.lr)
+    except ValueError as error:
+        raise BadInputError(f"these sizes are too large: {error}") from error
+    return sum(stats.peak_live_bytes for stats in engine.pool_stats().values())
+
+
+def check_budget(config: RunConfig, vocab_size: int, budget: int) -> int:
+    """The planned peak in bytes. Raises BadInputError when it is over the budget, saying what would fit."""
+    peak = _peak_or_none(config, vocab_size)
+    if peak is not None and peak <= budget:
+        return peak
+    needs = "more than an engine can address" if peak is None else _size(peak)
+    raise BadInputError(
+        f"this run needs {needs} of device memory, the budget is {_size(budget)}: {_advice(config, vocab_size, budget)}"
+    )
+
+
+def _advice(config: RunConfig, vocab_size: int, budget: int) -> str:
+    for every in sorted({config.checkpoint_every, 1}):
+        fitting = _largest_batch(dataclasses.replace(config, checkpoint_every=every), vocab_size, budget)
+        if fitting:
+            options = [] if fitting == config.batch_size else [f"--batch-size {fitting}"]
+            options += [] if every == config.checkpoint_every else [f"--checkpoint-every {every}"]
+            keep = config.batch_size // fitting
+            more = f" (with --accum-steps {keep * config.accum_steps} for the same tokens a step)" if keep > 1 else ""
+            return f"{' '.join(options)} would fit{more}"
+    return (
+        "not even --batch-size 1 with --checkpoint-every 1 would fit; make --d-model, --num-layers or --seq-len smaller"
+    )
+
+
+def _largest_batch(config: RunConfig, vocab_size: int, budget: int) -> int:
+    """The largest batch size up to the config's that fits, 0 for none."""
+    low, high = 0, config.batch_size
+    while low < high:
+        middle = (low + high + 1) // 2
+        peak = _peak_or_none(dataclasses.replace(config, batch_size=middle), vocab_size)
+        low, high = (middle, high) if peak is not None and peak <= budget else (low, middle - 1)
+    return low
+
+
+def _peak_or_none(config: RunConfig, vocab_size: int) -> int | None:
+    try:
+        return planned_peak_bytes(config, vocab_size)
+    except BadInputError:
+        return None
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"

@@ -1,0 +1,115 @@
+"""The demo: train on the documentation that every Python carries, and show that the model learned.
+
+`./run demo` runs it. No download: the text is `pydoc_data.topics`, a tenth of it is held out, and a bigram model of the
+same training part is the yardstick.
+"""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..engine.errors import BadInputError
+from .bigram import bigram_loss
+from .console import run_program
+from .options import NOT_NEGATIVE, POSITIVE, option, parse_options
+from .run_config import RunConfig
+from .saves import step_folders
+from .text_data import split_held_out
+from .text_train import train
+
+HELD_OUT = 0.1
+MARGIN = 0.3  # nats a byte that the model has to be better than the bigrams
+GOAL = 2.0  # nats a byte
+
+
+# ruff: noqa: RUF009 (option is dataclasses.field)
+@dataclass
+class DemoConfig:
+    """Options of the demo."""
+
+    folder: str = option(str, "demo-run", "where text, saves and log go; saves of an earlier demo in it are replaced")
+    steps: int = option(int, 800, "training steps; fewer than 800 may not reach the goal", rule=POSITIVE)
+    engine: str = option(str, "vulkan", "what computes", choices=("vulkan", "cpu"))
+    device: str | None = option(str, None, "Vulkan device: index, name or UUID; the best one if not given")
+    seed: int = option(int, 0, "of weights and order", rule=NOT_NEGATIVE)
+
+
+def demo_text() -> str:
+    """The topics of Python's own documentation, in the order of their names."""
+    topics = pydoc_data.topics.topics
+    return "\n\n".join(topics[name].strip() for name in sorted(topics)) + "\n"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demo; returns 0 when the model reached the goal, 1 when it did not."""
+    options, _ = parse_options(DemoConfig, argv, "demo", "Train a small transformer on Python's own documentation.")
+    folder = Path(options.folder)
+    saves = folder / "saves"
+    text_file = _prepare(folder, saves)
+    config = RunConfig(
+        inputs=[str(text_file)],
+        held_out=HELD_OUT,
+        seq_len=64,
+        batch_size=8,
+        d_model=64,
+        num_layers=2,
+        num_heads=4,
+        max_steps=options.steps,
+        lr=3e-3,
+        min_lr=3e-4,
+        warmup_steps=min(40, options.steps // 2),
+        seed=options.seed,
+        engine=options.engine,
+        device=options.device,
+        log_interval=50,
+        eval_interval=200,
+        save=str(saves),
+        save_interval=400,
+        keep=2,
+        sample=400,
+    )
+    tokens = np.frombuffer(text_file.read_bytes(), np.uint8)
+    num_train = split_held_out(len(tokens), config.seq_len, HELD_OUT)
+    print(f"training on {num_train:,} bytes of Python's documentation, {len(tokens) - num_train:,} are held out")
+    outcome = train(config, {"inputs", "save"})
+    bigram = bigram_loss(tokens[:num_train], tokens[num_train:])
+    print(f"bigram model, same text: {bigram:.3f} nats/byte")
+    print(f"files: {folder.resolve()} (text.txt, saves/, saves/log.jsonl)")
+    print(f"resume: .venv/bin/text_train --resume {saves} --max-steps {2 * options.steps}")
+    print(f"more text: .venv/bin/text_generate {saves} --prompt 'The '")
+    if outcome.held_out_loss is None:  # stopped by a signal
+        return 0
+    if outcome.held_out_loss < min(GOAL, bigram - MARGIN):
+        return 0
+    print(f"the model did not reach {min(GOAL, bigram - MARGIN):.3f} nats/byte", file=sys.stderr)
+    return 1
+
+
+def _prepare(folder: Path, saves: Path) -> Path:
+    """Write the text, and take away what an earlier demo saved. Raises BadInputError when that cannot be done."""
+    text_file = folder / "text.txt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        text_file.write_text(demo_text(), encoding="utf-8")
+        if saves.is_dir():
+            for old in step_folders(saves):
+                shutil.rmtree(old)
+    except OSError as error:
+        raise BadInputError(f"cannot write into {folder}: {error.strerror or error}") from error
+    return text_file
+
+
+def cli() -> int:
+    """The console script."""
+    return run_program("demo", main)
+
+
+if __name__ == "__main__":
+    sys.exit(cli())

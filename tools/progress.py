@@ -1,0 +1,109 @@
+"""What a person sees while training (a live line, or plain lines), and the JSON-lines log."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ..engine.errors import BadInputError
+
+
+class Progress:
+    """Shows loss, learning rate, gradient norm, tokens/s and time left: live on a terminal, else lines."""
+
+    def __init__(self, first_step: int, num_steps: int, interval: int) -> None:
+        self._first = first_step
+        self._total = num_steps
+        self._interval = interval
+        self._start = time.monotonic()
+        self._bar: Any = None
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as RichProgress
+
+            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(20))
+            columns += (TextColumn("{task.description}"), TextColumn("ETA"), TimeRemainingColumn())  # type: ignore[assignment]
+            self._bar = RichProgress(*columns, transient=True)
+            self._task = self._bar.add_task("", total=num_steps, completed=first_step)
+            self._bar.start()
+
+    def step(self, step: int, loss: float, learning_rate: float, grad_norm: float, tokens_per_s: float) -> None:
+        """Step number `step` (from 1) is done."""
+        text = f"loss {loss:.4f}  lr {learning_rate:.2e}  grad {grad_norm:.3f}  {tokens_per_s:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=text)
+        elif step % self._interval == 0 or step in (self._first + 1, self._total):
+            done = step - self._first
+            left = (time.monotonic() - self._start) / done * (self._total - step)
+            self.say(f"step {step}/{self._total}  {text}  ETA {timedelta(seconds=round(left))}")
+
+    def say(self, text: str) -> None:
+        """A line of text above the live one."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Take the live line away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class JsonLog:
+    """One JSON object a line. A resumed run keeps the lines up to the step it goes on from, and drops later ones.
+
+    Raises BadInputError when the file cannot be written.
+    """
+
+    def __init__(self, path: str | None, first_step: int) -> None:
+        self._file = None
+        if path is None:
+            return
+        try:
+            kept = _lines_until(Path(path), first_step) if first_step else []
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            temporary = Path(path + ".tmp")
+            temporary.write_text("".join(kept), encoding="utf-8")
+            temporary.replace(path)
+            self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 (closed by close())
+        except OSError as error:
+            raise BadInputError(f"cannot write the log {path}: {error.strerror or error}") from error
+
+    def write(self, **values: Any) -> None:
+        """Add a line; values that are no JSON numbers (NaN, infinity) become texts."""
+        if self._file is not None:
+            self._file.write(json.dumps(_plain(values), allow_nan=False) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    kept = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                continue  # cut off when the run was killed
+    return kept
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

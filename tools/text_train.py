@@ -1,0 +1,169 @@
+"""text_train: train a transformer on text files, on any Vulkan device."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from ..engine.errors import BadInputError
+from ..engine.switches import cache_folder
+from ..nn.sampling import Sampler
+from ..nn.schedules import Schedule
+from .budget import check_budget
+from .console import run_program
+from .generation import generate_bytes
+from .model_setup import budget_bytes, gpt_config, make_engine, make_model, make_optimizer, make_schedule
+from .options import parse_options
+from .run_config import RunConfig, check_config, resumed_config
+from .saves import Save, check_save_folder, open_save
+from .text_data import ShuffledWindows
+from .training_data import TrainingData, copy_tokens, new_data, resumed_data
+from .training_run import Outcome, TrainingRun
+
+DESCRIPTION = """Train a decoder-only transformer on text. One command: text_train my_text.txt --save run.
+Every option can also stand in a TOML or JSON file given with --config."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program on its arguments; returns the exit code. Raises BadInputError for what cannot be right."""
+    config, given = parse_options(RunConfig, argv, "text_train", DESCRIPTION)
+    train(config, given)
+    return 0
+
+
+def train(config: RunConfig, given: set[str]) -> Outcome:
+    """One run as the options say. given: names of the options that were set, as opposed to left at their defaults.
+
+    All that can be wrong with options, files and saves is found before the device is touched, then whether the run fits
+    its memory. Raises BadInputError, VulkanUnavailableError, NonFiniteError.
+    """
+    with ExitStack() as stack:
+        save = None
+        if config.resume is not None:
+            save = open_save(Path(config.resume))
+            config = resumed_config(config, given, _part(save, "config"))
+        else:
+            check_config(config)
+        root = _save_folder(config, save)
+        if config.log_file is not None:
+            _check_log(Path(config.log_file))
+        data = _data(config, given, save, root, stack)
+        vocab_size = data.tokenizer.vocab_size
+        gpt_config(config, vocab_size)
+        num_steps = _num_steps(config, data, save)
+        schedule = make_schedule(config, num_steps) if save is None else Schedule(**_part(save, "schedule"))
+        weights, moments = (None, None) if save is None else (save.model(), save.optimizer())
+
+        engine = stack.enter_context(make_engine(config.engine, config.device))
+        peak = check_budget(config, vocab_size, budget_bytes(engine))
+        model = make_model(engine, config, vocab_size, weights)
+        optimizer = make_optimizer(model, config, moments)
+        del weights, moments
+        windows = ShuffledWindows(len(data.train), config.seed)
+        step = 0
+        if save is not None:
+            cursor = _part(save, "generator")
+            windows = ShuffledWindows(len(data.train), cursor["seed"], cursor["epoch"], cursor["index"])
+            step = save.step
+        run = TrainingRun(config, data, model, optimizer, schedule, windows, step=step, num_steps=num_steps, root=root)
+        print(
+            f"{data.num_bytes:,} bytes of text, {len(data.train):,} windows to train on, {len(data.held_out):,} held "
+            f"out; {model.num_parameters:,} parameters on {engine.name}; about {peak / 1e6:,.0f} MB at the peak",
+            flush=True,
+        )
+        if save is not None:
+            print(f"resumed from {save.folder} at step {step}", flush=True)
+        outcome = run.run()
+        _report(outcome, run)
+        return outcome
+
+
+def _part(save: Save, name: str) -> dict:  # type: ignore[type-arg]
+    part = save.state.get(name)
+    if not isinstance(part, dict):
+        raise BadInputError(f"the save {save.folder} is damaged: state.json has no {name!r}")
+    return part
+
+
+def _save_folder(config: RunConfig, save: Save | None) -> Path | None:
+    """Where this run's saves go: --save, else the folder it resumes from."""
+    if save is None:
+        if config.save is None:
+            return None
+        check_save_folder(Path(config.save), resuming=False)
+        return Path(config.save)
+    source = save.folder.parent
+    target = source if config.save is None else Path(config.save)
+    same = target.resolve() == source.resolve()
+    check_save_folder(target, resuming=same)
+    config.save = str(target)
+    return target
+
+
+def _check_log(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise BadInputError(f"cannot write the log {path}: {error.strerror or error}") from error
+
+
+def _data(config: RunConfig, given: set[str], save: Save | None, root: Path | None, stack: ExitStack) -> TrainingData:
+    if save is None and root is not None:
+        return new_data(config, root)
+    scratch = _scratch_folder(stack)
+    if save is None:
+        return new_data(config, scratch)
+    data = resumed_data(config, save, scratch, inputs_given="inputs" in given)
+    if root is not None and root.resolve() != save.folder.parent.resolve():
+        copy_tokens(scratch if "inputs" in given else save.folder.parent, root)
+    return data
+
+
+def _scratch_folder(stack: ExitStack) -> Path:
+    """A folder for this run's tokens, in the cache folder where that can be written; gone when the run is over."""
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix="tokens-", dir=cache_folder(), ignore_cleanup_errors=True)
+    except OSError:
+        folder = tempfile.TemporaryDirectory(prefix="vkfold-tokens-", ignore_cleanup_errors=True)
+    return Path(stack.enter_context(folder))
+
+
+def _num_steps(config: RunConfig, data: TrainingData, save: Save | None) -> int:
+    """Steps of the whole run. The last epoch is filled up to a whole step from the next one."""
+    if config.max_steps is not None:
+        return config.max_steps
+    if save is not None and config.epochs == _part(save, "config").get("epochs"):
+        return int(save.state["num_steps"])
+    per_step = config.batch_size * config.accum_steps
+    return -(-config.epochs * len(data.train) // per_step)
+
+
+def _report(outcome: Outcome, run: TrainingRun) -> None:
+    if outcome.stopped_by is not None:
+        print(f"stopped by {outcome.stopped_by} after step {outcome.step} of {run.num_steps}")
+    if outcome.held_out_loss is not None:
+        print(f"held-out loss {outcome.held_out_loss:.3f} nats/byte")
+    if run.config.sample and outcome.stopped_by is None:
+        sampler = Sampler(seed=run.config.seed, temperature=0.8, vocab_size=run.data.tokenizer.vocab_size)
+        made = b"".join(generate_bytes(run.model, run.data.tokenizer, b"", run.config.sample, sampler))
+        print(f"--- sample of {run.config.sample} tokens ---\n{made.decode('utf-8', errors='replace')}\n---")
+    if run.root is not None:
+        last = outcome.last_save or "the save it was resumed from"
+        print(f"saved in {last}; go on with: text_train --resume {run.root}")
+    elif outcome.stopped_by is not None:
+        print("nothing was saved: give a folder with --save")
+
+
+def cli() -> int:
+    """The console script."""
+    return run_program("text_train", main)
+
+
+if __name__ == "__main__":
+    sys.exit(cli())

@@ -1,0 +1,212 @@
+"""The training loop: steps, log, held-out losses, saves, and stopping in good order."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..engine.compute_engine import ComputeEngine
+from ..engine.errors import VkfoldError
+from ..nn.gpt_model import GPTModel
+from ..nn.optimizers import Optimizer
+from ..nn.schedules import Schedule
+from ..nn.training_step import TrainingStep, evaluate_loss
+from .progress import JsonLog, Progress
+from .run_config import RunConfig
+from .saves import write_save
+from .text_data import ShuffledWindows
+from .training_data import TrainingData
+
+
+class NonFiniteError(VkfoldError):
+    """A loss or gradient that is NaN or infinite. The weights are those before the step."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a run ended. held_out_loss: nats a byte, None without a held-out part."""
+
+    step: int
+    stopped_by: str | None
+    held_out_loss: float | None
+    last_save: Path | None
+
+
+class TrainingRun:
+    """Everything a run consists of, and the loop over its steps.
+
+    step: optimizer steps done so far. windows: where the next batch comes from. root: folder of saves, or None.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        data: TrainingData,
+        model: GPTModel,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        windows: ShuffledWindows,
+        *,
+        step: int,
+        num_steps: int,
+        root: Path | None,
+    ) -> None:
+        self.config = config
+        self.data = data
+        self.model = model
+        self.engine: ComputeEngine = model.engine
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.windows = windows
+        self.step = step
+        self.num_steps = num_steps
+        self.root = root
+        self._pool_stats: dict[str, Any] = {}
+        self._training_step = TrainingStep(
+            model, optimizer, max_norm=config.max_norm, seed=config.seed, on_phase=self._sample_pools
+        )
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+    def run(self) -> Outcome:
+        """Train until the last step, a signal, or a loss that is not finite.
+
+        SIGINT and SIGTERM end the run after the step in progress, with a save. Raises NonFiniteError, after a save of
+        the weights before that step, naming the tensor.
+        """
+        config = self.config
+        progress = Progress(self.step, self.num_steps, config.log_interval)
+        log = JsonLog(self._log_path(), self.step)
+        last_save: Path | None = None
+        saved_step, held_out_step, loss = self.step, -1, None
+        try:
+            with _signals() as stopped_by:
+                while self.step < self.num_steps and not stopped_by():
+                    self._one_step(progress, log)
+                    if config.eval_interval and self.step % config.eval_interval == 0:
+                        loss, held_out_step = self._held_out(progress, log), self.step
+                    if self.root and config.save_interval and self.step % config.save_interval == 0:
+                        last_save, saved_step = self.save(), self.step
+                if self.root and saved_step != self.step:
+                    last_save = self.save()
+                if stopped_by():
+                    return Outcome(self.step, stopped_by(), None, last_save)
+                if held_out_step != self.step:
+                    loss = self._held_out(progress, log)
+                return Outcome(self.step, None, loss, last_save)
+        finally:
+            progress.close()
+            log.close()
+
+    def _one_step(self, progress: Progress, log: JsonLog) -> None:
+        config, started = self.config, time.perf_counter()
+        self.engine.reset_peak()
+        cursor = self.windows.epoch, self.windows.index
+        numbers = self.windows.draw(config.batch_size * config.accum_steps)
+        micro_batches = [
+            self.data.train.batch(numbers[i : i + config.batch_size]) for i in range(0, len(numbers), config.batch_size)
+        ]
+        rate = self.schedule(self.step)
+        result = self._training_step(micro_batches, step=self.step, learning_rate=rate)
+        if not result.finite:
+            self.windows = ShuffledWindows(len(self.data.train), config.seed, *cursor)
+            saved = f"; the state before it is saved in {self.save()}" if self.root else ""
+            what = "loss" if result.non_finite == "loss" else f"gradient of {result.non_finite}"
+            value = result.loss if result.non_finite == "loss" else result.grad_norm
+            raise NonFiniteError(
+                f"step {self.step + 1}: the {what} is not finite ({'loss' if what == 'loss' else 'norm'} {value}), the "
+                f"weights were not updated{saved}. A smaller --lr, a longer --warmup-steps or --max-norm 1 may help"
+            )
+        self.engine.release_idle_pool_blocks()
+        self.step += 1
+        seconds = time.perf_counter() - started
+        speed = numbers.size * config.seq_len / seconds
+        log.write(
+            step=self.step,
+            loss=result.loss,
+            learning_rate=rate,
+            grad_norm=result.grad_norm,
+            time=seconds,
+            tokens_per_s=speed,
+            epoch=cursor[0],
+            pool_stats=self._pool_stats,
+        )
+        progress.step(self.step, result.loss, rate, result.grad_norm, speed)
+
+    def _held_out(self, progress: Progress, log: JsonLog) -> float | None:
+        """Held-out loss in nats a byte, shown and logged."""
+        if not len(self.data.held_out):
+            return None
+        per_token = evaluate_loss(self.model, self.data.held_out.batches(self.config.batch_size))
+        self.engine.release_idle_pool_blocks()
+        per_byte = per_token / self.data.held_out_bytes_per_token()
+        log.write(step=self.step, held_out_loss=per_token, held_out_loss_per_byte=per_byte)
+        progress.say(f"step {self.step}/{self.num_steps}  held-out loss {per_byte:.4f} nats/byte")
+        return per_byte
+
+    def _sample_pools(self, phase: str, micro_batch: int) -> None:
+        """Pool statistics after a phase; with several micro-batches, after the last one's."""
+        self._pool_stats[phase] = {name: _as_dict(stats) for name, stats in self.engine.pool_stats().items()}
+
+    def _log_path(self) -> str | None:
+        if self.config.log_file is None and self.root is not None:
+            return str(self.root / "log.jsonl")
+        return self.config.log_file
+
+    # -- saves -------------------------------------------------------------------------------------------------------
+    def save(self) -> Path:
+        """Save the state after the steps done so far. Raises BadInputError when the disk is full."""
+        assert self.root is not None
+        state = {
+            "config": dataclasses.asdict(self.config),
+            "num_steps": self.num_steps,
+            "schedule": self.schedule.state_dict(),
+            "generator": {"seed": self.windows.seed, "epoch": self.windows.epoch, "index": self.windows.index},
+            "data": {"fingerprint": self.data.fingerprint, "num_windows": self.windows.num_windows},
+            "tokenizer": {"kind": self.data.tokenizer.kind, "vocab_size": self.data.tokenizer.vocab_size},
+            "engine": self.engine.name,
+        }
+        return write_save(
+            self.root,
+            self.step,
+            self.model.state_dict,
+            self.optimizer.state_dict,
+            state,
+            self.data.tokenizer,
+            self.config.keep,
+        )
+
+
+def _as_dict(stats: Any) -> dict[str, Any]:
+    values = stats.as_dict() if hasattr(stats, "as_dict") else dict(vars(stats))
+    return {name: value for name, value in values.items() if not isinstance(value, float) or math.isfinite(value)}
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[], str | None]]:
+    """Until the end of the block, SIGINT and SIGTERM are only noted; a second one acts as it did before.
+
+    Gives a function that returns the name of the signal that came, or None. Outside the main thread nothing is changed.
+    """
+    came: list[str] = []
+    before: dict[int, Any] = {}
+
+    def note(number: int, frame: Any) -> None:
+        came.append(signal.Signals(number).name)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, note)
+    try:
+        yield lambda: came[0] if came else None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
