@@ -14,6 +14,7 @@ from .optimizers import SGD, AdamW, Optimizer
 from .parameter import Parameter
 from .rms_norm import RMSNorm
 from .rope import Rope, RopeScaling
+from .sampling import Sampler, generate
 from .schedules import Schedule, constant, cosine
 from .softmax import Softmax
 from .training_step import StepResult, TrainingStep, evaluate_loss
@@ -37,6 +38,7 @@ __all__ = [
     "RMSNorm",
     "Rope",
     "RopeScaling",
+    "Sampler",
     "Schedule",
     "Softmax",
     "StepResult",
@@ -44,4 +46,5 @@ __all__ = [
     "constant",
     "cosine",
     "evaluate_loss",
+    "generate",
 ]
