@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from .block import Block
 from .block_source import BlockSource, OutOfBlockMemory
@@ -18,7 +17,7 @@ Observer = Callable[[str, int, int, int], None]
 
 
 class PoolRange:
-    """Bytes offset..offset+nbytes-1 of a block. nbytes is a multiple of the alignment; requested is what was asked for."""
+    """Bytes offset..offset+nbytes-1 of a block. nbytes: a multiple of the alignment. requested: what was asked for."""
 
     __slots__ = ("block", "live", "nbytes", "offset", "requested")
 
@@ -269,7 +268,7 @@ class BlockPool:
                 self._free_put_off()
 
     def destroy(self) -> None:
-        """Return every block to the source, in use or not. Later frees do nothing, later allocations raise RuntimeError."""
+        """Return every block to the source, in use or not. Later frees do nothing, allocations raise RuntimeError."""
         self._destroyed = True
         self.live_bytes = self.num_ranges = 0
         self._release(list(self._slots))

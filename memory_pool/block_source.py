@@ -10,7 +10,7 @@ class OutOfBlockMemory(MemoryError):
 
 
 class BlockSource(Protocol):
-    """What a pool asks of its source. A returned block may still be in use by a device: destroying it is deferred there."""
+    """What a pool asks of its source. A returned block may still be in use by a device: the source defers its end."""
 
     def allocate(self, nbytes: int) -> Any:
         """A handle of `nbytes` fresh bytes. Raises OutOfBlockMemory when there are none."""

@@ -1,0 +1,119 @@
+"""Cost of the pool allocator: nanoseconds an operation, and fragmentation, for several patterns.
+
+Run: python benchmarks/allocator.py [--operations N] [--seed N] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vkfold.memory_pool import BlockPool, NullBlockSource
+
+MIB = 2**20
+
+
+def churn(pool: BlockPool, rng: random.Random, operations: int, *, live: int, low: int, high: int) -> None:
+    """Hold `live` ranges with sizes log-uniform in low..high bytes, replacing one at random each time."""
+    ratio = high / low
+    sizes = [int(low * ratio ** rng.random()) for _ in range(4096)]
+    held = [pool.allocate(sizes[i & 4095]) for i in range(live)]
+    picks = [rng.randrange(live) for _ in range(operations // 2)]
+    start = time.perf_counter_ns()
+    for i, pick in enumerate(picks):
+        pool.free(held[pick])
+        held[pick] = pool.allocate(sizes[i & 4095])
+    record(pool, len(picks) * 2, start)
+    for range_ in held:
+        pool.free(range_)
+
+
+def training_step(pool: BlockPool, rng: random.Random, operations: int) -> None:
+    """Forward keeps some outputs of each layer, backward frees them in reverse, and temporaries come and go."""
+    num_layers, kept, temporaries = 24, 8, 6
+    per_step = 2 * num_layers * (kept + 2 * temporaries)
+    start = time.perf_counter_ns()
+    steps = max(1, operations // per_step)
+    for _ in range(steps):
+        caches = []
+        for _ in range(num_layers):
+            cache = []
+            for i in range(kept):
+                cache.append(pool.allocate((1 + i) * 300_000))
+                if i < temporaries:
+                    pool.free(pool.allocate(700_000))
+            caches.append(cache)
+        while caches:
+            for range_ in reversed(caches.pop()):
+                pool.free(range_)
+            for _ in range(temporaries):
+                pool.free(pool.allocate(900_000))
+    record(pool, steps * per_step, start)
+
+
+def small_tensors(pool: BlockPool, rng: random.Random, operations: int) -> None:
+    """Allocate many 1 KiB tensors, free every other one, then the rest."""
+    count = operations // 2
+    start = time.perf_counter_ns()
+    held = [pool.allocate(1024) for _ in range(count)]
+    for range_ in held[::2]:
+        pool.free(range_)
+    for range_ in held[1::2]:
+        pool.free(range_)
+    record(pool, count * 2, start)
+
+
+RESULTS: dict[str, Any] = {}
+
+
+def record(pool: BlockPool, operations: int, start: int) -> None:
+    """Keep the figures of the pattern that just ran."""
+    elapsed = time.perf_counter_ns() - start
+    stats = pool.stats()
+    RESULTS[pool.name] = {
+        "ns_per_operation": round(elapsed / operations, 1),
+        "us_per_pair": round(2 * elapsed / operations / 1000, 2),
+        "operations": operations,
+        "num_ranges": stats.num_ranges,
+        "blocks": stats.blocks,
+        "allocated_bytes": stats.allocated_bytes,
+        "live_bytes": stats.live_bytes,
+        "fragmentation": round(stats.fragmentation, 4),
+    }
+
+
+PATTERNS: dict[str, Callable[[BlockPool, random.Random, int], None]] = {
+    "training step": training_step,
+    "20,000 live, 256 B to 64 KiB": lambda p, r, n: churn(p, r, n, live=20_000, low=256, high=65536),
+    "500 live, 4 KiB to 8 MiB": lambda p, r, n: churn(p, r, n, live=500, low=4096, high=8 * MIB),
+    "100 live, 1 to 200 MiB": lambda p, r, n: churn(p, r, n, live=100, low=MIB, high=200 * MIB),
+    "1 KiB, every other one freed": small_tensors,
+}
+
+
+def main() -> None:
+    """Run the patterns and print a table, or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--operations", type=int, default=200_000, help="operations a pattern (default 200000)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args()
+    for name, pattern in PATTERNS.items():
+        pattern(BlockPool(NullBlockSource(), name=name), random.Random(args.seed), args.operations)
+    if args.json:
+        print(json.dumps(RESULTS))
+        return
+    print(f"{'pattern':32} {'us a pair':>9} {'live':>7} {'blocks':>6} {'reserved MiB':>12} {'fragmentation':>13}")
+    for name, row in RESULTS.items():
+        print(
+            f"{name:32} {row['us_per_pair']:9.2f} {row['num_ranges']:7d} {row['blocks']:6d} "
+            f"{row['allocated_bytes'] / MIB:12.1f} {row['fragmentation']:13.4f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
