@@ -179,9 +179,9 @@ def test_properties(operations: list[tuple[str, int]]) -> None:
         for (block, _, end), (next_block, start, _) in itertools.pairwise(places):
             assert block != next_block or end <= start  # ranges never overlap
         detail = pool_debug_stats(pool)
-        for block in detail.block_details:
-            ends = {start + size for start, size in block.holes}
-            assert not ends & {start for start, _ in block.holes}  # neighbours are one hole
+        for shown in detail.block_details:
+            ends = {start + size for start, size in shown.holes}
+            assert not ends & {start for start, _ in shown.holes}  # neighbours are one hole
         assert detail.live_bytes == sum(r.nbytes for r in held)
         assert detail.live_bytes + detail.free_bytes == detail.allocated_bytes
         assert all(r.offset % 256 == 0 and r.nbytes % 256 == 0 and r.nbytes >= max(256, r.requested) for r in held)
