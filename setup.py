@@ -1,0 +1,50 @@
+"""Builds the wheel with SPIR-V of all known kernels, so that running needs no compiler. The rest is in pyproject.toml."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+
+
+class BuildWithKernels(build_py):
+    """Copies the Python files, then compiles every kernel into `vkfold/shaders/spirv/` of the build folder.
+
+    An editable install compiles nothing: kernels are compiled when first needed and kept in the user's cache.
+    """
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        folder = Path(self.build_lib) / "vkfold" / "shaders" / "spirv"
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob("*.spv"):
+            stale.unlink()
+        registry = import_from_source("engine.kernel_registry")
+        compile_glsl = import_from_source("engine.glsl_compiler").compile_glsl
+        count = 0
+        for kernel in registry.known_kernels():
+            (folder / f"{kernel.digest}.spv").write_bytes(compile_glsl(kernel.glsl, kernel.name))
+            count += 1
+        self.announce(f"compiled {count} kernels", level=2)
+
+
+def import_from_source(name: str):  # type: ignore[no-untyped-def]
+    """A module of this folder under its import name vkfold.NAME, installed or not."""
+    if "vkfold" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("vkfold", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
+        assert spec is not None and spec.loader is not None
+        package = importlib.util.module_from_spec(spec)
+        sys.modules["vkfold"] = package
+        spec.loader.exec_module(package)
+    return importlib.import_module(f"vkfold.{name}")
+
+
+setup(cmdclass={"build_py": BuildWithKernels})
