@@ -93,7 +93,7 @@ CAST = register(CastOp())
 def cast(engine: ComputeEngine, x: Tensor, dtype: str) -> Tensor:
     """The elements of x as float32, float16, bfloat16 or int32, in a new tensor of the same shape.
 
-    Floats are rounded to nearest even by way of float32; overflow gives infinity, NaN stays NaN. To int32: towards zero,
-    saturating, NaN gives 0. Raises ValueError for another type.
+    Floats are rounded to nearest even by way of float32; overflow gives infinity, NaN stays NaN. To int32: towards
+    zero, saturating, NaN gives 0. Raises ValueError for another type.
     """
     return engine.execute(CAST, (x,), source=x.dtype, dtype=dtype)[0]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _ROWS_A_CHUNK = 32  # at least, while there are fewer than _MAX_CHUNKS
 _MAX_CHUNKS = 128
 _PARTIAL_ELEMENTS = 2**18  # bounds the scratch at 1 MiB an array, one row of partials at least
-_MAX_CHUNK_ROWS = 2**15  # lavapipe 22.3 ends loops after 65,535 rounds
+_MAX_CHUNK_ROWS = 2**15  # lavapipe 22.3 ends an invocation's loops after 65,535 rounds
 
 TOTAL = RowKernels(
     "column_total", "column_total.comp", "in f32 partials, inout f32 y, uint cols, uint chunks, uint accumulate"
@@ -26,10 +26,11 @@ TOTAL = RowKernels(
 
 
 def column_chunks(rows: int, cols: int) -> tuple[int, int]:
-    """(chunks, rows a chunk) of a sum over rows: a pure function of the shape, because it fixes the order of the sum."""
+    """(chunks, rows a chunk) of a sum over rows. They fix the order of the sum, so they depend on the shape alone."""
     chunks = min(-(-rows // _ROWS_A_CHUNK), _MAX_CHUNKS, max(1, _PARTIAL_ELEMENTS // cols))
     chunks = max(1, chunks, -(-rows // _MAX_CHUNK_ROWS))
-    return chunks, -(-rows // chunks)
+    chunk_rows = max(1, -(-rows // chunks))
+    return max(1, -(-rows // chunk_rows)), chunk_rows
 
 
 def check_output(op: str, name: str, spec: TensorSpec, cols: int) -> None:

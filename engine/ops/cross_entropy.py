@@ -32,7 +32,7 @@ BACKWARD = RowKernels(
 
 
 def _check(op: str, logits: TensorSpec, targets: TensorSpec) -> int:
-    rows, _ = rows_and_columns(op, "logits", logits)
+    rows, _ = rows_and_columns(op, "logits", logits, loops=1)
     if len(logits.shape) != 2:
         raise ValueError(f"{op}: logits have shape {logits.shape}, needed is [rows, vocabulary]")
     check_spec(op, "targets", targets, (rows,), "int32")
@@ -120,9 +120,9 @@ def cross_entropy(
     running maximum (Milakov & Gimelshein 2018).
 
     logits: [rows, vocabulary]; targets: int32 [rows]. Returns (loss [rows], lse [rows]). Rows whose target is
-    ignore_index give 0 in both, whatever their logits. A logit of -inf has probability 0; a row of -inf alone, a NaN or
-    +inf in a row, and a target outside the vocabulary give a NaN loss. Raises ValueError for shapes or types that do not
-    fit.
+    ignore_index give 0 in both, whatever their logits. A logit of -inf has probability 0; a row of -inf alone, a NaN
+    or +inf in a row, and a target outside the vocabulary give a NaN loss. Raises ValueError for shapes or types that
+    do not fit.
     """
     loss, lse = engine.execute(CROSS_ENTROPY, (logits, targets), ignore_index=ignore_index)
     return loss, lse
@@ -132,8 +132,8 @@ def cross_entropy_backward_(
     engine: ComputeEngine, logits: Tensor, targets: Tensor, lse: Tensor, *, ignore_index: int = -100
 ) -> Tensor:
     """Turns logits [rows, vocabulary] into the gradient of the summed loss times the step's loss_scale, in place:
-    (exp(logits - lse) - onehot(target)) * loss_scale, exactly 0 in ignored rows, NaN in rows whose target is outside the
-    vocabulary. Returns logits.
+    (exp(logits - lse) - onehot(target)) * loss_scale, exactly 0 in ignored rows, NaN in rows whose target is outside
+    the vocabulary. Returns logits.
 
     targets: int32 [rows]; lse [rows] from `cross_entropy`. loss_scale comes from the engine's StepParameters. Raises
     ValueError for shapes or types that do not fit.

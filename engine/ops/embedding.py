@@ -1,7 +1,7 @@
 """Embedding: rows of a table by token id, and the gradient of the table, deterministic and without atomics.
 
 The gradient chains the positions of each id in one pass over the tokens; the first position of an id then adds all its
-rows in order. The cost depends on tokens and columns, not on the vocabulary (but for zeroing out when not accumulating).
+rows in order. The cost depends on tokens and columns, not on the vocabulary (but for zeroing when not accumulating).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from .row_kernels import (
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
+
+MAX_BACKWARD_TOKENS = 2**17  # lavapipe 22.3 ends an invocation's loops after 65,535 rounds; at least 4 tokens a round
 
 LOOK_UP = RowKernels(
     "embedding",
@@ -92,6 +94,11 @@ class EmbeddingBackwardOp(Op):
         _, cols = _table_shape(self.name, "out", out)
         check_dtype_of(self.name, "tokens", tokens, "int32")
         check_spec(self.name, "dy", dy, (*tokens.shape, cols))
+        if tokens.size > MAX_BACKWARD_TOKENS:
+            raise ValueError(
+                f"embedding_backward: {tokens.size} tokens in one call, at most {MAX_BACKWARD_TOKENS}: "
+                "use smaller micro-batches"
+            )
         return ()
 
     def scratch(self, *specs: TensorSpec | None, **settings: Any) -> Sequence[TensorSpec]:
@@ -145,6 +152,7 @@ def embedding_backward(
     """Writes d_table [vocabulary, cols] of `embedding` into out, from dy [..., cols] and tokens [...]; rows of ids that
     do not occur become 0. accumulate adds to what out holds instead.
 
-    The rows of an id are added in the order of their positions. Raises ValueError for shapes or types that do not fit.
+    The rows of an id are added in the order of their positions. Raises ValueError for shapes or types that do not fit,
+    or more than 131,072 tokens.
     """
     engine.execute(EMBEDDING_BACKWARD, (dy, tokens, out), accumulate=accumulate)

@@ -68,7 +68,7 @@ FILL = register(FillOp())
 
 
 def element_bits(value: float, dtype: str) -> int:
-    """The bits of a value as one element, rounded to nearest even. Raises ValueError for an integer that does not fit."""
+    """The bits of a value as one element, rounded to nearest even. Raises ValueError for integers that do not fit."""
     if dtype in ("int32", "uint32"):
         info = np.iinfo(dtype)
         if int(value) != value or not info.min <= value <= info.max:

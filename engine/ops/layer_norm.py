@@ -1,4 +1,4 @@
-"""LayerNorm (Ba, Kiros & Hinton 2016): y = (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
+"""LayerNorm (Ba, Kiros & Hinton 2016) over the last dimension: (x - mean) / sqrt(variance + eps) * weight + bias."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WEIGHT_BACKWARD = ColumnPartials(
 
 
 def _check(op: str, x: TensorSpec, **others: TensorSpec) -> None:
-    _, cols = rows_and_columns(op, "x", x)
+    _, cols = rows_and_columns(op, "x", x, loops=3)
     shapes = {"dy": x.shape, "mean": x.shape[:-1], "rstd": x.shape[:-1]}
     for name, spec in others.items():
         check_spec(op, name, spec, shapes.get(name, (cols,)))

@@ -48,7 +48,7 @@ class RmsNormOp(Op):
     name = "rms_norm"
 
     def outputs(self, x: TensorSpec, weight: TensorSpec, *, eps: float) -> Sequence[TensorSpec]:
-        _, cols = rows_and_columns(self.name, "x", x)
+        _, cols = rows_and_columns(self.name, "x", x, loops=2)
         check_spec(self.name, "weight", weight, (cols,))
         if not eps >= 0:
             raise ValueError(f"rms_norm: eps must be 0 or more, not {eps}")
@@ -77,7 +77,7 @@ class RmsNormApplyOp(Op):
     name = "rms_norm_apply"
 
     def outputs(self, x: TensorSpec, weight: TensorSpec, rstd: TensorSpec) -> Sequence[TensorSpec]:
-        _, cols = rows_and_columns(self.name, "x", x)
+        _, cols = rows_and_columns(self.name, "x", x, loops=2)
         check_spec(self.name, "weight", weight, (cols,))
         check_spec(self.name, "rstd", rstd, x.shape[:-1])
         return (x,)
@@ -104,7 +104,7 @@ class RmsNormBackwardOp(Op):
     name = "rms_norm_backward"
 
     def outputs(self, dy: TensorSpec, x: TensorSpec, weight: TensorSpec, rstd: TensorSpec) -> Sequence[TensorSpec]:
-        _, cols = rows_and_columns(self.name, "x", x)
+        _, cols = rows_and_columns(self.name, "x", x, loops=2)
         check_spec(self.name, "dy", dy, x.shape)
         check_spec(self.name, "weight", weight, (cols,))
         check_spec(self.name, "rstd", rstd, x.shape[:-1])
@@ -137,7 +137,7 @@ class RmsNormWeightBackwardOp(Op):
     def outputs(
         self, dy: TensorSpec, x: TensorSpec, rstd: TensorSpec, out: TensorSpec, *, accumulate: bool
     ) -> Sequence[TensorSpec]:
-        _, cols = rows_and_columns(self.name, "x", x)
+        _, cols = rows_and_columns(self.name, "x", x, loops=2)
         check_spec(self.name, "dy", dy, x.shape)
         check_spec(self.name, "rstd", rstd, x.shape[:-1])
         check_output(self.name, "out", out, cols)

@@ -11,19 +11,23 @@ from ..tensor import Tensor, TensorSpec
 if TYPE_CHECKING:
     from ..recorder import Recorder
 
-MAX_COLUMNS = 2**20  # lavapipe 22.3 ends loops after 65,535 rounds: 4 columns x at least 4 lanes a round
+# lavapipe 22.3 ends an invocation's loops after 65,535 rounds in all, nested or one after the other; a round of a loop
+# over a row takes 4 columns x at least 4 lanes.
+MAX_LOOP_COLUMNS = 2**20 - 16
 ROW_SUBGROUPS = 4  # rows a workgroup
 FLAT_SIZE = 64  # invocations a workgroup of kernels without rows
 
 
-def rows_and_columns(op: str, name: str, spec: TensorSpec) -> tuple[int, int]:
+def rows_and_columns(op: str, name: str, spec: TensorSpec, *, loops: int = 0) -> tuple[int, int]:
     """(rows, columns) of a float32 array whose last dimension is the row.
 
-    Raises ValueError for another type, no dimension, no column, or more than 2^20 columns.
+    loops: how often the op's kernels run over a row. Raises ValueError for another type, no dimension, no column, or
+    more columns than so many loops can pass.
     """
     check_dtype_of(op, name, spec, "float32")
-    if not spec.shape or not 0 < spec.shape[-1] <= MAX_COLUMNS:
-        raise ValueError(f"{op}: {name} of shape {spec.shape} needs 1 to {MAX_COLUMNS} columns")
+    most = MAX_LOOP_COLUMNS // loops if loops else 2**32 - 1
+    if not spec.shape or not 0 < spec.shape[-1] <= most:
+        raise ValueError(f"{op}: {name} of shape {spec.shape} needs 1 to {most} columns")
     return math.prod(spec.shape[:-1]), spec.shape[-1]
 
 
