@@ -33,7 +33,7 @@ void main() {
     if (subgroupElect()) {
         float log_total = total == 0.0 ? NEGATIVE_INFINITY : log(total);
         float x = uintBitsToFloat(0x7FC00000u);
-        if (valid) x = args.logits.v[start + uint(target)];
+        if (valid) x = load1(args.logits, start + uint(target));
         args.loss.v[row] = (shift - x) + log_total;
         args.lse.v[row] = shift + log_total;
     }

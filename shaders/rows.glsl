@@ -1,15 +1,21 @@
 // One subgroup a row, columns in groups of four. With VEC4 a group is one 16-byte load; without it (row starts that are
-// not 16-byte aligned) the same four values come one by one. Both variants add in the same order: equal bits.
+// not 16-byte aligned) the same four values come one by one. Both variants add in the same order: equal bits. Kernel
+// arguments of type "row" are Row here.
+#if VEC4
+#define Row F32x4
+#else
+#define Row F32
+#endif
 
 uint subgroup_row() { return group_index() * gl_NumSubgroups + gl_SubgroupID; }
 
 uint linear_index() { return group_index() * gl_WorkGroupSize.x + gl_LocalInvocationID.x; }
 
 // Columns c .. c+3 of the row that starts at element `start`; 0 from column `cols` on.
-vec4 load4(F32 p, uint start, uint c, uint cols) {
+vec4 load4(Row p, uint start, uint c, uint cols) {
     if (c >= cols) return vec4(0.0);
 #if VEC4
-    return F32x4(p).v[(start + c) >> 2];
+    return p.v[(start + c) >> 2];
 #else
     vec4 v = vec4(p.v[start + c], 0.0, 0.0, 0.0);
     if (c + 1 < cols) v.y = p.v[start + c + 1];
@@ -19,10 +25,20 @@ vec4 load4(F32 p, uint start, uint c, uint cols) {
 #endif
 }
 
-void store4(F32 p, uint start, uint c, uint cols, vec4 v) {
+// Element i.
+float load1(Row p, uint i) {
+#if VEC4
+    vec4 v = p.v[i >> 2];
+    return (i & 2) == 0 ? ((i & 1) == 0 ? v.x : v.y) : ((i & 1) == 0 ? v.z : v.w);
+#else
+    return p.v[i];
+#endif
+}
+
+void store4(Row p, uint start, uint c, uint cols, vec4 v) {
     if (c >= cols) return;
 #if VEC4
-    F32x4(p).v[(start + c) >> 2] = v;
+    p.v[(start + c) >> 2] = v;
 #else
     p.v[start + c] = v.x;
     if (c + 1 < cols) p.v[start + c + 1] = v.y;

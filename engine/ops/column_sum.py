@@ -21,7 +21,7 @@ _PARTIAL_ELEMENTS = 2**18  # bounds the scratch at 1 MiB an array, one row of pa
 _MAX_CHUNK_ROWS = 2**15  # lavapipe 22.3 ends an invocation's loops after 65,535 rounds
 
 TOTAL = RowKernels(
-    "column_total", "column_total.comp", "in f32 partials, inout f32 y, uint cols, uint chunks, uint accumulate"
+    "column_total", "column_total.comp", "in row partials, inout row y, uint cols, uint chunks, uint accumulate"
 )
 
 
@@ -83,7 +83,7 @@ class ColumnPartials:
             )
 
 
-COLUMN_SUM_PARTIALS = ColumnPartials("column_sum", "in f32 x, out f32 partials", kind=0)
+COLUMN_SUM_PARTIALS = ColumnPartials("column_sum", "in row x, out row partials", kind=0)
 
 
 class ColumnSumOp(Op):

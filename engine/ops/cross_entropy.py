@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 FORWARD = RowKernels(
     "cross_entropy",
     "cross_entropy.comp",
-    "in f32 logits, in i32 targets, out f32 loss, out f32 lse, uint rows, uint cols, int ignore_index",
+    "in row logits, in i32 targets, out f32 loss, out f32 lse, uint rows, uint cols, int ignore_index",
     subgroups=ROW_SUBGROUPS,
 )
 BACKWARD = RowKernels(
     "cross_entropy_backward",
     "cross_entropy_backward.comp",
-    "inout f32 logits, in i32 targets, in f32 lse, step, uint rows, uint cols, int ignore_index",
+    "inout row logits, in i32 targets, in f32 lse, step, uint rows, uint cols, int ignore_index",
     subgroups=ROW_SUBGROUPS,
 )
 

@@ -34,7 +34,7 @@ MAX_BACKWARD_TOKENS = 2**17  # lavapipe 22.3 ends an invocation's loops after 65
 LOOK_UP = RowKernels(
     "embedding",
     "embedding.comp",
-    "in f32 table, in i32 tokens, out f32 y, uint num_tokens, uint cols, uint vocabulary",
+    "in row table, in i32 tokens, out row y, uint num_tokens, uint cols, uint vocabulary",
 )
 LINKS = Kernel(
     "embedding_links",
@@ -45,7 +45,7 @@ LINKS = Kernel(
 BACKWARD = RowKernels(
     "embedding_backward",
     "embedding_backward.comp",
-    "in f32 dy, in i32 tokens, in u32 links, inout f32 out_rows, uint num_tokens, uint cols, uint vocabulary, "
+    "in row dy, in i32 tokens, in u32 links, inout row out_rows, uint num_tokens, uint cols, uint vocabulary, "
     "uint accumulate",
 )
 

@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 FORWARD = RowKernels(
     "layer_norm",
     "layer_norm.comp",
-    "in f32 x, in f32 weight, in f32 bias, out f32 y, out f32 mean, out f32 rstd, uint rows, uint cols, float eps",
+    "in row x, in row weight, in row bias, out row y, out f32 mean, out f32 rstd, uint rows, uint cols, float eps",
     subgroups=ROW_SUBGROUPS,
     APPLY=0,
 )
 APPLY = RowKernels(
     "layer_norm_apply",
     "layer_norm.comp",
-    "in f32 x, in f32 weight, in f32 bias, in f32 mean, in f32 rstd, out f32 y, uint rows, uint cols",
+    "in row x, in row weight, in row bias, in f32 mean, in f32 rstd, out row y, uint rows, uint cols",
     subgroups=ROW_SUBGROUPS,
     APPLY=1,
 )
 BACKWARD = RowKernels(
     "layer_norm_backward",
     "layer_norm_backward.comp",
-    "in f32 dy, in f32 x, in f32 weight, in f32 mean, in f32 rstd, out f32 dx, uint rows, uint cols",
+    "in row dy, in row x, in row weight, in f32 mean, in f32 rstd, out row dx, uint rows, uint cols",
     subgroups=ROW_SUBGROUPS,
 )
 WEIGHT_BACKWARD = ColumnPartials(
     "layer_norm_weight_backward",
-    "in f32 dy, in f32 x, in f32 mean, in f32 rstd, out f32 partials",
+    "in row dy, in row x, in f32 mean, in f32 rstd, out row partials",
     kind=2,
     num_outputs=2,
 )

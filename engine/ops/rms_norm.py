@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 FORWARD = RowKernels(
     "rms_norm",
     "rms_norm.comp",
-    "in f32 x, in f32 weight, out f32 y, out f32 rstd, uint rows, uint cols, float eps",
+    "in row x, in row weight, out row y, out f32 rstd, uint rows, uint cols, float eps",
     subgroups=ROW_SUBGROUPS,
     APPLY=0,
 )
 APPLY = RowKernels(
     "rms_norm_apply",
     "rms_norm.comp",
-    "in f32 x, in f32 weight, in f32 rstd, out f32 y, uint rows, uint cols",
+    "in row x, in row weight, in f32 rstd, out row y, uint rows, uint cols",
     subgroups=ROW_SUBGROUPS,
     APPLY=1,
 )
 BACKWARD = RowKernels(
     "rms_norm_backward",
     "rms_norm_backward.comp",
-    "in f32 dy, in f32 x, in f32 weight, in f32 rstd, out f32 dx, uint rows, uint cols",
+    "in row dy, in row x, in row weight, in f32 rstd, out row dx, uint rows, uint cols",
     subgroups=ROW_SUBGROUPS,
 )
 WEIGHT_BACKWARD = ColumnPartials(
-    "rms_norm_weight_backward", "in f32 dy, in f32 x, in f32 rstd, out f32 partials", kind=1
+    "rms_norm_weight_backward", "in row dy, in row x, in f32 rstd, out row partials", kind=1
 )
 
 

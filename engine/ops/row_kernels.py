@@ -47,15 +47,17 @@ def check_spec(op: str, name: str, spec: TensorSpec, shape: tuple[int, ...], dty
 class RowKernels:
     """One kernel with 16-byte loads and with 4-byte loads; both add in the same order, so the choice changes no bit.
 
+    args: as for `Kernel`, with "row" for pointers that shaders/rows.glsl reads and writes by load4 and store4.
     subgroups: rows a workgroup, one a subgroup; 0 for kernels that go by invocation, `FLAT_SIZE` a workgroup.
     """
 
     def __init__(self, name: str, source: str, args: str, *, subgroups: int = 0, **defines: int) -> None:
         def make(suffix: str, vec4: int) -> Kernel:
             values: dict[str, Any] = {"VEC4": vec4, **defines}
+            typed = args.replace(" row ", " f32x4 " if vec4 else " f32 ")
             if subgroups:
-                return Kernel(name + suffix, source, args, subgroups=subgroups, defines=values)
-            return Kernel(name + suffix, source, args, local_size=FLAT_SIZE, defines=values)
+                return Kernel(name + suffix, source, typed, subgroups=subgroups, defines=values)
+            return Kernel(name + suffix, source, typed, local_size=FLAT_SIZE, defines=values)
 
         self.wide = make("_vec4", 1)
         self.narrow = make("_scalar", 0)

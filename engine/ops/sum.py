@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MIN_CHUNK = 4096  # elements
 _MAX_PARTS = 16384
 
-KERNELS = RowKernels("sum", "sum.comp", "in f32 x, out f32 y, uint n, uint parts, uint chunk", subgroups=ROW_SUBGROUPS)
+KERNELS = RowKernels("sum", "sum.comp", "in row x, out f32 y, uint n, uint parts, uint chunk", subgroups=ROW_SUBGROUPS)
 
 
 def sum_parts(n: int) -> tuple[int, int]:
