@@ -1,0 +1,75 @@
+"""The wheel holds what the tree holds, and runs without a compiler."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from vkfold.engine.kernel_registry import known_kernels
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("engine", "engine/ops", "memory_pool", "nn", "tools")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of the tree with what is installed here (no network)."""
+    source = tmp_path_factory.mktemp("source") / "tree"
+    out = tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if (ROOT / name).is_file():
+            target = source / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out), "."]
+    built = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = out.glob("*.whl")
+    return path
+
+
+def test_every_module_and_shader_is_in_it(wheel: Path) -> None:
+    """A package left out of `packages` would be missing from the wheel only."""
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {f"vkfold/{folder}/{p.name}" for folder in FOLDERS for p in (ROOT / folder).glob("*.py")}
+    expected |= {f"vkfold/shaders/{p.name}" for p in (ROOT / "shaders").iterdir() if p.suffix in (".comp", ".glsl")}
+    expected |= {"vkfold/__init__.py", "vkfold/__main__.py", "vkfold/py.typed"}
+    assert not expected - names, sorted(expected - names)
+    folders = {p.parent.relative_to(ROOT).as_posix() for top in FOLDERS for p in (ROOT / top).rglob("*.py")}
+    assert folders == set(FOLDERS)
+    assert not [n for n in names if re.match(r"vkfold/(tests|build|benchmarks|setup\.py)", n)]
+
+
+def test_every_known_kernel_is_compiled_in_it(wheel: Path) -> None:
+    """Ahead of time, under the digest it is looked up by."""
+    names = set(zipfile.ZipFile(wheel).namelist())
+    missing = [k.name for k in known_kernels() if f"vkfold/shaders/spirv/{k.digest}.spv" not in names]
+    assert not missing, missing
+
+
+def test_it_trains_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
+    """Unpacked, with glslang hidden and an empty cache: a few steps of text_train."""
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    (tmp_path / "text.txt").write_text("To measure is to know; to know is to measure again. " * 60, encoding="utf-8")
+    program = (
+        "import sys, vkfold.engine.glsl_compiler as compiler\n"
+        f"assert compiler.__file__.startswith({str(site)!r}), compiler.__file__\n"
+        "compiler._library_folder = lambda: None\n"
+        "compiler.importlib.util.find_spec = lambda name: None\n"
+        "from vkfold.tools.text_train import main\n"
+        "sys.exit(main(['text.txt', '--max-steps', '3', '--seq-len', '16', '--batch-size', '2', '--d-model', '32',\n"
+        "               '--num-heads', '2', '--num-layers', '1', '--save', 'saves']))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(site), "VKFOLD_CACHE_DIR": str(tmp_path / "cache")}
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert list((tmp_path / "saves").glob("step-*"))
+    assert not (tmp_path / "cache" / "spirv").exists()
