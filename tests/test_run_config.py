@@ -15,7 +15,8 @@ ISSUE_NAMES = (
     "--seq-len --stride --batch-size --accum-steps --epochs --max-steps --d-model --num-heads --num-kv-heads "
     "--num-layers --d-ff --norm --activation --positions --tie-head --dropout --optimizer --lr --beta1 --beta2 "
     "--weight-decay --max-norm --lr-schedule --warmup-steps --min-lr --seed --checkpoint-every --log-interval "
-    "--eval-interval --save --save-interval --resume --sample --engine --device --log-file --config --keep --glob --tokenizer"
+    "--eval-interval --save --save-interval --resume --sample --engine --device --log-file --config --keep --glob "
+    "--tokenizer"
 )
 
 

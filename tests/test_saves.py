@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -106,10 +107,8 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         assert process.stdout is not None
         for _ in range(3):
             reached = int(process.stdout.readline())
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(delay)
-        except subprocess.TimeoutExpired:
-            pass
         process.kill()
         process.communicate()
         read = open_save(root)

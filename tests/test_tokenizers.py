@@ -107,10 +107,10 @@ def test_lossy_settings_of_a_given_file_are_turned_off(bpe: BpeTokenizer) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("not json", "no tokenizer.json"),
-        ("[]", "no tokenizer.json"),
-        ("{}", "no tokenizer.json"),
-        ('{"model": {"type": "Nonsense"}}', "no tokenizer.json"),
+        ("not json", r"no tokenizer\.json"),
+        ("[]", r"no tokenizer\.json"),
+        ("{}", r"no tokenizer\.json"),
+        ('{"model": {"type": "Nonsense"}}', r"no tokenizer\.json"),
         ('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}', "no byte-level tokenizer"),
     ],
 )
@@ -125,7 +125,7 @@ def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="cannot read"):
         load_tokenizer(tmp_path / "absent.json")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\0")
-    with pytest.raises(BadInputError, match="no tokenizer.json"):
+    with pytest.raises(BadInputError, match=r"no tokenizer\.json"):
         load_tokenizer(tmp_path / "binary.json")
 
 

@@ -29,7 +29,6 @@ MARGIN = 0.3  # nats a byte that the model has to be better than the bigrams
 GOAL = 2.0  # nats a byte
 
 
-# ruff: noqa: RUF009 (option is dataclasses.field)
 @dataclass
 class DemoConfig:
     """Options of the demo."""
@@ -47,7 +46,7 @@ def demo_text() -> str:
     return "\n\n".join(topics[name].strip() for name in sorted(topics)) + "\n"
 
 
-def main(argv: Sequence[str]) -> int:
+def _program(argv: Sequence[str]) -> int:
     """Run the demo; returns 0 when the model reached the goal, 1 when it did not."""
     options, _ = parse_options(DemoConfig, argv, "demo", "Train a small transformer on Python's own documentation.")
     folder = Path(options.folder)
@@ -106,10 +105,10 @@ def _prepare(folder: Path, saves: Path) -> Path:
     return text_file
 
 
-def cli() -> int:
-    """The console script."""
-    return run_program("demo", main)
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program: runs on the arguments (the command line's when None), prints errors, returns the exit code."""
+    return run_program("demo", _program, argv)
 
 
 if __name__ == "__main__":
-    sys.exit(cli())
+    sys.exit(main())

@@ -37,8 +37,7 @@ class GenerateConfig:
     device: str | None = option(str, None, "Vulkan device: index, name or UUID; the best one if not given")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the program on its arguments; returns the exit code. Raises BadInputError for what cannot be right."""
+def _program(argv: Sequence[str]) -> int:
     config, _ = parse_options(GenerateConfig, argv, "text_generate", DESCRIPTION)
     if len(config.saves) != 1:
         raise BadInputError(f"name one save, not {len(config.saves)} (see --help)")
@@ -68,10 +67,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def cli() -> int:
-    """The console script."""
-    return run_program("text_generate", main)
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program: runs on the arguments (the command line's when None), prints errors, returns the exit code."""
+    return run_program("text_generate", _program, argv)
 
 
 if __name__ == "__main__":
-    sys.exit(cli())
+    sys.exit(main())

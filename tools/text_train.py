@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from ..engine.errors import BadInputError
 from ..engine.switches import cache_folder
@@ -27,8 +28,7 @@ DESCRIPTION = """Train a decoder-only transformer on text. One command: text_tra
 Every option can also stand in a TOML or JSON file given with --config."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the program on its arguments; returns the exit code. Raises BadInputError for what cannot be right."""
+def _program(argv: Sequence[str]) -> int:
     config, given = parse_options(RunConfig, argv, "text_train", DESCRIPTION)
     train(config, given)
     return 0
@@ -81,7 +81,7 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
         return outcome
 
 
-def _part(save: Save, name: str) -> dict:  # type: ignore[type-arg]
+def _part(save: Save, name: str) -> dict[str, Any]:
     part = save.state.get(name)
     if not isinstance(part, dict):
         raise BadInputError(f"the save {save.folder} is damaged: state.json has no {name!r}")
@@ -160,10 +160,10 @@ def _report(outcome: Outcome, run: TrainingRun) -> None:
         print("nothing was saved: give a folder with --save")
 
 
-def cli() -> int:
-    """The console script."""
-    return run_program("text_train", main)
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program: runs on the arguments (the command line's when None), prints errors, returns the exit code."""
+    return run_program("text_train", _program, argv)
 
 
 if __name__ == "__main__":
-    sys.exit(cli())
+    sys.exit(main())

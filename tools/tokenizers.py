@@ -176,7 +176,13 @@ def _lossless(node: Any) -> Any:
         return [_lossless(item) for item in node]
     if not isinstance(node, dict):
         return node
-    lossy = {"normalizer": None, "post_processor": None, "truncation": None, "padding": None, "dropout": None}
+    lossy: dict[str, Any] = {
+        "normalizer": None,
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+        "dropout": None,
+    }
     lossy |= {"add_prefix_space": False, "lstrip": False, "rstrip": False}
     # A vocabulary is a dictionary too, and may hold any of these words as tokens.
     return {

@@ -208,5 +208,5 @@ def _signals() -> Iterator[Callable[[], str | None]]:
     try:
         yield lambda: came[0] if came else None
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for each, handler in before.items():
+            signal.signal(each, handler)
