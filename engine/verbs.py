@@ -5,37 +5,58 @@ An op's function takes the engine first; as a class attribute it is a method lik
 
 from __future__ import annotations
 
+from .ops import activation as activation_op
+from .ops import add as add_op
 from .ops import cast as cast_op
 from .ops import column_sum as column_sum_op
 from .ops import copy as copy_op
 from .ops import cross_entropy as cross_entropy_op
+from .ops import dropout as dropout_op
 from .ops import embedding as embedding_op
 from .ops import fill as fill_op
 from .ops import layer_norm as layer_norm_op
+from .ops import matmul as matmul_op
+from .ops import multiply as multiply_op
 from .ops import rms_norm as rms_norm_op
+from .ops import scale as scale_op
 from .ops import sum as sum_op
+from .ops import swiglu as swiglu_op
 from .ops import zero as zero_op
 
 
 class OpVerbs:
     """All ops. The text of each is in engine/ops/, one file an op."""
 
+    activation = activation_op.activation
+    activation_backward = activation_op.activation_backward
+    add = add_op.add
+    add_ = add_op.add_
     cast = cast_op.cast
     column_sum = column_sum_op.column_sum
     copy = copy_op.copy
     copy_into = copy_op.copy_into
     cross_entropy = cross_entropy_op.cross_entropy
     cross_entropy_backward_ = cross_entropy_op.cross_entropy_backward_
+    dropout = dropout_op.dropout
+    dropout_add = dropout_op.dropout_add
     embedding = embedding_op.embedding
     embedding_backward = embedding_op.embedding_backward
     fill_ = fill_op.fill_
+    gelu = activation_op.gelu
     layer_norm = layer_norm_op.layer_norm
     layer_norm_apply = layer_norm_op.layer_norm_apply
     layer_norm_backward = layer_norm_op.layer_norm_backward
     layer_norm_weight_backward = layer_norm_op.layer_norm_weight_backward
+    matmul = matmul_op.matmul
+    multiply = multiply_op.multiply
+    relu = activation_op.relu
     rms_norm = rms_norm_op.rms_norm
     rms_norm_apply = rms_norm_op.rms_norm_apply
     rms_norm_backward = rms_norm_op.rms_norm_backward
     rms_norm_weight_backward = rms_norm_op.rms_norm_weight_backward
+    scale = scale_op.scale
+    silu = activation_op.silu
     sum = sum_op.sum_all
+    swiglu = swiglu_op.swiglu
+    swiglu_backward = swiglu_op.swiglu_backward
     zero_ = zero_op.zero_

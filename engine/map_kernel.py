@@ -1,0 +1,121 @@
+"""Elementwise kernels from a line of GLSL: any number of inputs and outputs, any size, 16-byte loads where they are aligned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .kernel import Kernel, read_shader
+from .tensor import Tensor
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+_LOCAL_SIZE = 64
+
+_WIDE = """
+void main() {
+    const uint group = group_index() * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
+    if (group < args.num_elements / 4u) {
+        const uint index = group * 4u;
+%(vec4)s
+    } else if (group == args.num_elements / 4u) {
+        for (uint index = group * 4u; index < args.num_elements; ++index) {
+%(float)s
+        }
+    }
+}
+"""
+
+_NARROW = """
+void main() {
+    const uint index = group_index() * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
+    if (index >= args.num_elements) return;
+%(float)s
+}
+"""
+
+
+class Operand(NamedTuple):
+    """One value of a map kernel: its name in the body, the pointer it lies behind, and its place there.
+
+    place: GLSL expression of `index` (the element being worked on) and `args`; `index` unless the layouts differ. In the
+    wide kernel it is taken for every fourth index and must be a multiple of 4 there.
+    """
+
+    name: str
+    pointer: str
+    place: str = "index"
+
+    @classmethod
+    def of(cls, what: str | Operand) -> Operand:
+        """A name alone is a pointer of that name."""
+        return what if isinstance(what, Operand) else cls(what, what)
+
+
+class MapKernel:
+    """An elementwise kernel and its launch.
+
+    inputs, outputs: names or Operands; one that is in both is changed in place. body: GLSL statements that assign every
+    output from the inputs; they are compiled once with `T` float and once with `T` vec4, and see `index`, the index of
+    the (first) element. scalars: kernel arguments behind the pointers, "float factor, uint width". step: the body reads
+    `args.step`. includes: files of shaders/ the body needs.
+
+    The kernel has one pointer for each distinct one of inputs and outputs, in order of appearance.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: Sequence[str | Operand],
+        outputs: Sequence[str | Operand],
+        body: str,
+        *,
+        scalars: str = "",
+        step: bool = False,
+        includes: Sequence[str] = (),
+    ) -> None:
+        read = [Operand.of(what) for what in inputs]
+        written = [Operand.of(what) for what in outputs]
+        access: dict[str, str] = {operand.pointer: "in" for operand in read}
+        for operand in written:
+            access[operand.pointer] = "inout" if access.get(operand.pointer, "out") in ("in", "inout") else "out"
+        args = [f"{how} f32 {pointer}" for pointer, how in access.items()]
+        args += ["step"] * step + [scalars] * bool(scalars) + ["uint num_elements"]
+        bodies = {kind: _statements(kind, read, written, body) for kind in ("float", "vec4")}
+        text = "".join(read_shader(include) for include in includes)
+        joined = ", ".join(args)
+        self.num_pointers = len(access)
+        self.wide = Kernel(name + "_vec4", text + _WIDE % bodies, joined, local_size=_LOCAL_SIZE)
+        self.narrow = Kernel(name + "_scalar", text + _NARROW % bodies, joined, local_size=_LOCAL_SIZE)
+
+    def kernels(self) -> Iterable[Kernel]:
+        """Both widths."""
+        return (self.wide, self.narrow)
+
+    def launch(self, gpu: Recorder, num_elements: int, *args: Tensor | float, wide: bool = True) -> None:
+        """Record it for so many elements. args: tensors, then scalars. wide=False where places are not multiples of 4."""
+        if wide and not any(_misaligned(arg) for arg in args[: self.num_pointers]):
+            gpu.dispatch(self.wide, -(-num_elements // (4 * _LOCAL_SIZE)), *args, num_elements)
+        else:
+            gpu.dispatch(self.narrow, -(-num_elements // _LOCAL_SIZE), *args, num_elements)
+
+
+def _misaligned(arg: Any) -> bool:
+    return bool(arg.address % 16)
+
+
+def _statements(kind: str, read: Sequence[Operand], written: Sequence[Operand], body: str) -> str:
+    def element(operand: Operand) -> str:
+        if kind == "float":
+            return f"args.{operand.pointer}.v[{operand.place}]"
+        return f"F32x4(args.{operand.pointer}).v[({operand.place}) >> 2]"
+
+    lines = ["#define T " + kind]
+    lines += [f"T {operand.name} = {element(operand)};" for operand in read]
+    names = {operand.name for operand in read}
+    lines += [f"T {operand.name};" for operand in written if operand.name not in names]
+    lines.append(body)
+    lines += [f"{element(operand)} = {operand.name};" for operand in written]
+    lines.append("#undef T")
+    return "\n".join(lines)

@@ -1,0 +1,64 @@
+"""Addition, into a new tensor or in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..map_kernel import MapKernel
+from ..op import register
+from ..tensor import Tensor, TensorSpec
+from .elementwise import ElementwiseOp, check_same
+
+if TYPE_CHECKING:
+    from ..compute_engine import ComputeEngine
+    from ..recorder import Recorder
+
+
+class AddOp(ElementwiseOp):
+    """a + b."""
+
+    name = "add"
+    kernel = MapKernel("add", ("a", "b"), ("y",), "y = a + b;")
+
+    def outputs(self, a: TensorSpec, b: TensorSpec) -> Sequence[TensorSpec]:
+        return (check_same(self.name, a=a, b=b),)
+
+    def reference(self, a: Any, b: Any) -> Sequence[Any]:
+        return (a + b,)
+
+    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        self.kernel.launch(gpu, outputs[0].size, *inputs, outputs[0])
+
+
+class AddInPlaceOp(ElementwiseOp):
+    """a += b."""
+
+    name = "add_"
+    writes = (0,)
+    kernel = MapKernel("add_in_place", ("a", "b"), ("a",), "a = a + b;")
+
+    def outputs(self, a: TensorSpec, b: TensorSpec) -> Sequence[TensorSpec]:
+        check_same(self.name, a=a, b=b)
+        return ()
+
+    def reference(self, a: Any, b: Any) -> Sequence[Any]:
+        a += b
+        return ()
+
+    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        self.kernel.launch(gpu, inputs[0].size, *inputs)
+
+
+ADD = register(AddOp())
+ADD_IN_PLACE = register(AddInPlaceOp())
+
+
+def add(engine: ComputeEngine, a: Tensor, b: Tensor) -> Tensor:
+    """a + b, float32 of one shape. Raises ValueError when shapes or types differ."""
+    return engine.execute(ADD, (a, b))[0]
+
+
+def add_(engine: ComputeEngine, a: Tensor, b: Tensor) -> None:
+    """a += b, float32 of one shape. Raises ValueError when shapes or types differ."""
+    engine.execute(ADD_IN_PLACE, (a, b))

@@ -1,0 +1,253 @@
+"""Matrix product, batched, with transposes and an epilogue."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..kernel import Kernel
+from ..matmul_variants import SUBGROUP_SIZES, Capabilities, Variant, all_variants, choose
+from ..op import Op, register
+from ..tensor import Tensor, TensorSpec
+from .activation import ACTIVATIONS, activation_reference, check_activation
+
+if TYPE_CHECKING:
+    from ..compute_engine import ComputeEngine
+    from ..recorder import Recorder
+
+_ARGS = (
+    "in f32 a, in f32 b, inout f32 c, in f32 bias, in f32 residual, uint m, uint n, uint k, uint batch, "
+    "uint stride_a, uint stride_b, uint tiles_m, uint tiles_n, uint activation, uint flags"
+)
+_BIAS, _RESIDUAL, _ACCUMULATE = 1, 2, 4  # bits of `flags`
+_MAX_K = 2**24
+
+
+def _repeat(count: int) -> str:
+    return " ".join(f"F({i}, x)" for i in range(count))
+
+
+@lru_cache(maxsize=None)
+def matmul_kernel(variant: Variant, subgroup_size: int, trans_a: bool, trans_b: bool, vec4: bool) -> Kernel:
+    """The kernel of a tile for a subgroup size; vec4: all rows start on 16 bytes."""
+    tm, tn = variant.tm, variant.tn
+    groups = min(4, max(1, subgroup_size // tm))  # of four k in a block, so that the lanes load different values of A
+    a_vectors = max(1, tm // subgroup_size)
+    defines: dict[str, int | float | str] = {
+        "SIZE": subgroup_size,
+        "TM": tm,
+        "TN": tn,
+        "NUM_VECTORS": max(1, tn // 4),
+        "BLOCK": 4 * groups,
+        "A_VECTORS": a_vectors,
+        "TA": int(trans_a),
+        "TB": int(trans_b),
+        "VEC4": int(vec4),
+        "EACH_ROW(F, x)": _repeat(tm),
+        "EACH_VECTOR(F, x)": _repeat(max(1, tn // 4)),
+        "EACH_COLUMN(F, x)": _repeat(tn),
+        "EACH_A(F, x)": _repeat(a_vectors),
+        "EACH_STEP(F, x)": _repeat(4 * groups),
+    }
+    letters = ("T" if trans_a else "N") + ("T" if trans_b else "N")
+    name = f"matmul_{letters}_{variant.name}_s{subgroup_size}" + ("" if vec4 else "_scalar")
+    return Kernel(name, "matmul.comp", _ARGS, subgroups=variant.subgroups, defines=defines)
+
+
+class _Shape:
+    """Sizes of one product after folding: batch x [m, k] x [k, n]."""
+
+    __slots__ = ("batch", "k", "m", "n", "out", "stride_a", "stride_b")
+
+    def __init__(self, a: TensorSpec, b: TensorSpec, trans_a: bool, trans_b: bool) -> None:
+        for name, spec in (("a", a), ("b", b)):
+            if spec.dtype != "float32":
+                raise ValueError(f"matmul: {name} is {spec.dtype}, needed is float32")
+            if len(spec.shape) < 2:
+                raise ValueError(f"matmul: {name} of shape {spec.shape} needs two dimensions or more")
+        lead = a.shape[:-2]
+        if b.shape[:-2] not in ((), lead):
+            raise ValueError(
+                f"matmul: leading dimensions of a {a.shape} and b {b.shape} differ: make them equal, or b two-dimensional"
+            )
+        self.m, self.k = a.shape[-2:] if not trans_a else (a.shape[-1], a.shape[-2])
+        inner, self.n = b.shape[-2:] if not trans_b else (b.shape[-1], b.shape[-2])
+        if inner != self.k:
+            raise ValueError(
+                f"matmul: a {a.shape}{' transposed' if trans_a else ''} has {self.k} columns, "
+                f"b {b.shape}{' transposed' if trans_b else ''} has {inner} rows"
+            )
+        if self.k > _MAX_K:
+            raise ValueError(f"matmul: an inner dimension of {self.k} is above {_MAX_K}")
+        self.out = (*lead, self.m, self.n)
+        self.batch = math.prod(lead)
+        self.stride_a, self.stride_b = self.m * self.k, self.k * self.n
+        if len(b.shape) == 2 and self.batch != 1:  # one B for all: more rows of A, or the same B every time
+            self.stride_b = 0
+            if not trans_a:
+                self.m, self.batch = self.m * self.batch, 1
+
+
+class MatmulOp(Op):
+    """Inputs a, b, bias, residual, out (the last three may be None); see `matmul`."""
+
+    name = "matmul"
+    writes = (4,)
+
+    def outputs(
+        self,
+        a: TensorSpec,
+        b: TensorSpec,
+        bias: TensorSpec | None,
+        residual: TensorSpec | None,
+        out: TensorSpec | None,
+        *,
+        trans_a: bool,
+        trans_b: bool,
+        activation: str | None,
+        accumulate: bool,
+    ) -> Sequence[TensorSpec]:
+        shape = _Shape(a, b, trans_a, trans_b)
+        if activation is not None:
+            check_activation(self.name, activation)
+        wanted = {"bias": (bias, (shape.n,)), "residual": (residual, shape.out), "out": (out, shape.out)}
+        for name, (spec, needed) in wanted.items():
+            if spec is not None and spec != TensorSpec(needed):
+                raise ValueError(f"matmul: {name} is {spec.dtype} {spec.shape}, needed is float32 {needed}")
+        if out is not None:
+            return ()
+        if accumulate:
+            raise ValueError("matmul: accumulate=True needs out, the tensor to add to")
+        return (TensorSpec(shape.out),)
+
+    def flops(self, a: TensorSpec, b: TensorSpec, *rest: Any, trans_a: bool, trans_b: bool, **settings: Any) -> int:
+        shape = _Shape(a, b, trans_a, trans_b)
+        return 2 * shape.batch * shape.m * shape.n * shape.k
+
+    def reference(
+        self,
+        a: Any,
+        b: Any,
+        bias: Any,
+        residual: Any,
+        out: Any,
+        *,
+        trans_a: bool,
+        trans_b: bool,
+        activation: str | None,
+        accumulate: bool,
+    ) -> Sequence[Any]:
+        value = np.matmul(np.swapaxes(a, -1, -2) if trans_a else a, np.swapaxes(b, -1, -2) if trans_b else b)
+        if accumulate:
+            value = out + value
+        if bias is not None:
+            value = value + bias
+        if activation is not None:
+            value = activation_reference(value, activation)
+        if residual is not None:
+            value = residual + value
+        if out is None:
+            return (value,)
+        out[...] = value
+        return ()
+
+    def launch(
+        self,
+        gpu: Recorder,
+        inputs: Sequence[Tensor | None],
+        outputs: Sequence[Tensor],
+        *,
+        trans_a: bool,
+        trans_b: bool,
+        activation: str | None,
+        accumulate: bool,
+    ) -> None:
+        a, b, bias, residual, out = inputs
+        assert a is not None and b is not None
+        c = outputs[0] if out is None else out
+        shape = _Shape(a.spec, b.spec, trans_a, trans_b)
+        if not shape.batch * shape.m * shape.n:
+            return
+        variant = choose(Capabilities.of(gpu), shape.batch, shape.m, shape.n)
+        rows = (shape.m if trans_a else shape.k, shape.k if trans_b else shape.n, shape.n)
+        pointers = [t.address for t in (a, b, c, bias, residual) if t is not None]
+        vec4 = not any(cols % 4 for cols in rows) and not any(address % 16 for address in pointers)
+        kernel = matmul_kernel(variant, gpu.subgroup_size, trans_a, trans_b, vec4)
+        tiles_m, tiles_n = -(-shape.m // variant.tm), -(-shape.n // (variant.tn * gpu.subgroup_size))
+        subgroups = kernel.workgroup_size(gpu.subgroup_size, gpu.max_invocations) // gpu.subgroup_size
+        flags = _BIAS * (bias is not None) | _RESIDUAL * (residual is not None) | _ACCUMULATE * accumulate
+        gpu.dispatch(
+            kernel,
+            -(-shape.batch * tiles_m * tiles_n // subgroups),
+            a,
+            b,
+            c,
+            c if bias is None else bias,
+            c if residual is None else residual,
+            shape.m,
+            shape.n,
+            shape.k,
+            shape.batch,
+            shape.stride_a,
+            shape.stride_b,
+            tiles_m,
+            tiles_n,
+            0 if activation is None else ACTIVATIONS[activation],
+            flags,
+        )
+
+    def kernels(self) -> Iterable[Kernel]:
+        flags = (False, True)
+        for size in SUBGROUP_SIZES:
+            for variant in all_variants(size):
+                for ta in flags:
+                    yield from (matmul_kernel(variant, size, ta, tb, vec4) for tb in flags for vec4 in flags)
+
+
+MATMUL = register(MatmulOp())
+
+
+def matmul(
+    engine: ComputeEngine,
+    a: Tensor,
+    b: Tensor,
+    *,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """residual + activation(a @ b + bias), all float32; parts left out are not there.
+
+    a [..., m, k] (trans_a: [..., k, m]), b [..., k, n] (trans_b: [..., n, k]); leading dimensions are equal, or b is
+    two-dimensional and shared by all. bias [n]; activation "relu", "gelu" or "silu"; residual [..., m, n].
+    out [..., m, n]: written in place and returned. accumulate: out + a @ b takes the place of a @ b.
+    Every element is one chain of fused multiply-adds over k, so |error| <= 2 k 2^-24 (|a| @ |b|) before the epilogue.
+
+    Raises ValueError for shapes or types that do not fit, for accumulate without out, and for an out that overlaps an
+    input.
+    """
+    if out is not None:
+        for name, tensor in (("a", a), ("b", b), ("bias", bias), ("residual", residual)):
+            if tensor is not None and tensor.storage is out.storage and _overlap(tensor, out):
+                raise ValueError(f"matmul: out overlaps {name}: tiles of it would be read after they are written")
+    made = engine.execute(
+        MATMUL,
+        (a, b, bias, residual, out),
+        trans_a=trans_a,
+        trans_b=trans_b,
+        activation=activation,
+        accumulate=accumulate,
+    )
+    return made[0] if out is None else out
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    return x.offset < y.offset + y.nbytes and y.offset < x.offset + x.nbytes

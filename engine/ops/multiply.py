@@ -1,0 +1,39 @@
+"""Elementwise product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..map_kernel import MapKernel
+from ..op import register
+from ..tensor import Tensor, TensorSpec
+from .elementwise import ElementwiseOp, check_same
+
+if TYPE_CHECKING:
+    from ..compute_engine import ComputeEngine
+    from ..recorder import Recorder
+
+
+class MultiplyOp(ElementwiseOp):
+    """a * b."""
+
+    name = "multiply"
+    kernel = MapKernel("multiply", ("a", "b"), ("y",), "y = a * b;")
+
+    def outputs(self, a: TensorSpec, b: TensorSpec) -> Sequence[TensorSpec]:
+        return (check_same(self.name, a=a, b=b),)
+
+    def reference(self, a: Any, b: Any) -> Sequence[Any]:
+        return (a * b,)
+
+    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        self.kernel.launch(gpu, outputs[0].size, *inputs, outputs[0])
+
+
+MULTIPLY = register(MultiplyOp())
+
+
+def multiply(engine: ComputeEngine, a: Tensor, b: Tensor) -> Tensor:
+    """a * b element by element, float32 of one shape. Raises ValueError when shapes or types differ."""
+    return engine.execute(MULTIPLY, (a, b))[0]

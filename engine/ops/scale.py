@@ -1,0 +1,44 @@
+"""Product with a number of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..map_kernel import MapKernel
+from ..op import register
+from ..tensor import Tensor, TensorSpec
+from .elementwise import ElementwiseOp, check_same
+
+if TYPE_CHECKING:
+    from ..compute_engine import ComputeEngine
+    from ..recorder import Recorder
+
+
+class ScaleOp(ElementwiseOp):
+    """x * factor; the factor is rounded to float32 first."""
+
+    name = "scale"
+    kernel = MapKernel("scale", ("x",), ("y",), "y = x * args.factor;", scalars="float factor")
+
+    def outputs(self, x: TensorSpec, *, factor: float) -> Sequence[TensorSpec]:
+        return (check_same(self.name, x=x),)
+
+    def reference(self, x: Any, *, factor: float) -> Sequence[Any]:
+        return (x * x.dtype.type(np.float32(factor)),)
+
+    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, factor: float) -> None:
+        self.kernel.launch(gpu, outputs[0].size, inputs[0], outputs[0], factor)
+
+
+SCALE = register(ScaleOp())
+
+
+def scale(engine: ComputeEngine, x: Tensor, factor: float) -> Tensor:
+    """x * factor, float32; the factor is rounded to float32 first.
+
+    Raises ValueError for another type, OverflowError for a finite factor beyond float32.
+    """
+    return engine.execute(SCALE, (x,), factor=float(factor))[0]
