@@ -189,6 +189,17 @@ def test_resume_with_another_config(capsys: pytest.CaptureFixture[str], saved: P
     assert "cannot resume with --d-model 32: the save was made with 16" in shown
 
 
+@pytest.mark.parametrize(
+    "change", [{"index": 99}, {"epoch": -1}, {"seed": "x"}, {"schedule": {}}, {"config": {"x": 1}}]
+)
+def test_resume_with_a_state_that_makes_no_sense(
+    capsys: pytest.CaptureFixture[str], saved: Path, change: dict[str, object]
+) -> None:
+    path = saved / "step-00000002" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert "damaged" in message_of(capsys, "--resume", saved, "--max-steps", "4")
+
+
 def test_resume_with_weights_of_another_model(capsys: pytest.CaptureFixture[str], saved: Path) -> None:
     path = saved / "step-00000002" / "state.json"
     state = json.loads(path.read_text())

@@ -17,6 +17,7 @@ from .generation import generate_bytes
 from .model_setup import make_engine, make_model
 from .options import NOT_NEGATIVE, POSITIVE, option, parse_options
 from .run_config import RunConfig
+from .run_state import RunState
 from .saves import open_save
 
 DESCRIPTION = "Generate text with a model that text_train saved: text_generate run --prompt 'Once'"
@@ -43,10 +44,7 @@ def _program(argv: Sequence[str]) -> int:
         raise BadInputError(f"name one save, not {len(config.saves)} (see --help)")
     save = open_save(Path(config.saves[0]))
     tokenizer, weights = save.tokenizer(), save.model()
-    try:
-        run_config = RunConfig(**save.state["config"])
-    except (KeyError, TypeError) as error:
-        raise BadInputError(f"the save {save.folder} is damaged: state.json: {error}") from error
+    run_config = RunConfig(**RunState.of(save).config)
     run_config.checkpoint_every = run_config.flush_interval = 0
     sampler = Sampler(
         temperature=config.temperature,

@@ -7,18 +7,17 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from ..engine.errors import BadInputError
 from ..engine.switches import cache_folder
 from ..nn.sampling import Sampler
-from ..nn.schedules import Schedule
 from .budget import check_budget
 from .console import run_program
 from .generation import generate_bytes
 from .model_setup import budget_bytes, gpt_config, make_engine, make_model, make_optimizer, make_schedule
 from .options import parse_options
 from .run_config import RunConfig, check_config, resumed_config
+from .run_state import RunState
 from .saves import Save, check_save_folder, open_save
 from .text_data import ShuffledWindows
 from .training_data import TrainingData, copy_tokens, new_data, resumed_data
@@ -41,10 +40,11 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
     its memory. Raises BadInputError, VulkanUnavailableError, NonFiniteError.
     """
     with ExitStack() as stack:
-        save = None
+        save, state = None, None
         if config.resume is not None:
             save = open_save(Path(config.resume))
-            config = resumed_config(config, given, _part(save, "config"))
+            state = RunState.of(save)
+            config = resumed_config(config, given, state.config)
         else:
             check_config(config)
         root = _save_folder(config, save)
@@ -53,8 +53,8 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
         data = _data(config, given, save, root, stack)
         vocab_size = data.tokenizer.vocab_size
         gpt_config(config, vocab_size)
-        num_steps = _num_steps(config, data, save)
-        schedule = make_schedule(config, num_steps) if save is None else Schedule(**_part(save, "schedule"))
+        num_steps = _num_steps(config, data, state)
+        schedule = make_schedule(config, num_steps) if state is None else state.make_schedule()
         weights, moments = (None, None) if save is None else (save.model(), save.optimizer())
 
         engine = stack.enter_context(make_engine(config.engine, config.device))
@@ -62,12 +62,8 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
         model = make_model(engine, config, vocab_size, weights)
         optimizer = make_optimizer(model, config, moments)
         del weights, moments
-        windows = ShuffledWindows(len(data.train), config.seed)
-        step = 0
-        if save is not None:
-            cursor = _part(save, "generator")
-            windows = ShuffledWindows(len(data.train), cursor["seed"], cursor["epoch"], cursor["index"])
-            step = save.step
+        windows = ShuffledWindows(len(data.train), config.seed) if state is None else state.make_windows()
+        step = 0 if save is None else save.step
         run = TrainingRun(config, data, model, optimizer, schedule, windows, step=step, num_steps=num_steps, root=root)
         print(
             f"{data.num_bytes:,} bytes of text, {len(data.train):,} windows to train on, {len(data.held_out):,} held "
@@ -79,13 +75,6 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
         outcome = run.run()
         _report(outcome, run)
         return outcome
-
-
-def _part(save: Save, name: str) -> dict[str, Any]:
-    part = save.state.get(name)
-    if not isinstance(part, dict):
-        raise BadInputError(f"the save {save.folder} is damaged: state.json has no {name!r}")
-    return part
 
 
 def _save_folder(config: RunConfig, save: Save | None) -> Path | None:
@@ -134,12 +123,12 @@ def _scratch_folder(stack: ExitStack) -> Path:
     return Path(stack.enter_context(folder))
 
 
-def _num_steps(config: RunConfig, data: TrainingData, save: Save | None) -> int:
+def _num_steps(config: RunConfig, data: TrainingData, state: RunState | None) -> int:
     """Steps of the whole run. The last epoch is filled up to a whole step from the next one."""
     if config.max_steps is not None:
         return config.max_steps
-    if save is not None and config.epochs == _part(save, "config").get("epochs"):
-        return int(save.state["num_steps"])
+    if state is not None and config.epochs == state.config.get("epochs"):
+        return state.num_steps
     per_step = config.batch_size * config.accum_steps
     return -(-config.epochs * len(data.train) // per_step)
 

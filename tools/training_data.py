@@ -10,6 +10,7 @@ import numpy as np
 
 from ..engine.errors import BadInputError
 from .run_config import RunConfig
+from .run_state import RunState
 from .saves import Save
 from .text_data import (
     STDIN,
@@ -67,7 +68,7 @@ def resumed_data(config: RunConfig, save: Save, folder: Path, *, inputs_given: b
         token_file = write_token_file(folder, read_chunks(find_files(config.inputs, config.glob)), tokenizer)
     else:
         token_file = open_token_file(save.folder.parent)
-    if token_file.fingerprint != save.state["data"]["fingerprint"]:
+    if token_file.fingerprint != RunState.of(save).fingerprint:
         raise BadInputError(f"the save {save.folder} was made with another text: resume it with its own input")
     return _split(config, tokenizer, token_file)
 

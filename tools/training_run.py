@@ -20,6 +20,7 @@ from ..nn.schedules import Schedule
 from ..nn.training_step import TrainingStep, evaluate_loss
 from .progress import JsonLog, Progress
 from .run_config import RunConfig
+from .run_state import RunState
 from .saves import write_save
 from .text_data import ShuffledWindows
 from .training_data import TrainingData
@@ -163,21 +164,25 @@ class TrainingRun:
     def save(self) -> Path:
         """Save the state after the steps done so far. Raises BadInputError when the disk is full."""
         assert self.root is not None
-        state = {
-            "config": dataclasses.asdict(self.config),
-            "num_steps": self.num_steps,
-            "schedule": self.schedule.state_dict(),
-            "generator": {"seed": self.windows.seed, "epoch": self.windows.epoch, "index": self.windows.index},
-            "data": {"fingerprint": self.data.fingerprint, "num_windows": self.windows.num_windows},
-            "tokenizer": {"kind": self.data.tokenizer.kind, "vocab_size": self.data.tokenizer.vocab_size},
-            "engine": self.engine.name,
-        }
+        state = RunState(
+            config=dataclasses.asdict(self.config),
+            num_steps=self.num_steps,
+            schedule=self.schedule.state_dict(),
+            seed=self.windows.seed,
+            epoch=self.windows.epoch,
+            index=self.windows.index,
+            num_windows=self.windows.num_windows,
+            fingerprint=self.data.fingerprint,
+            tokenizer_kind=self.data.tokenizer.kind,
+            vocab_size=self.data.tokenizer.vocab_size,
+            engine=self.engine.name,
+        )
         return write_save(
             self.root,
             self.step,
             self.model.state_dict,
             self.optimizer.state_dict,
-            state,
+            state.to_dict(),
             self.data.tokenizer,
             self.config.keep,
         )
