@@ -6,6 +6,7 @@ from .feed_forward import FeedForward
 from .gpt_block import GPTBlock
 from .gpt_config import GPTConfig
 from .gpt_model import GPTModel
+from .kv_cache import KVCache
 from .layer import Layer
 from .layer_norm import LayerNorm
 from .linear import Linear
@@ -29,6 +30,7 @@ __all__ = [
     "GPTBlock",
     "GPTConfig",
     "GPTModel",
+    "KVCache",
     "Layer",
     "LayerNorm",
     "Linear",

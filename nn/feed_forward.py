@@ -80,6 +80,10 @@ class FeedForward(Layer):
         del pre
         return self.down.apply(hidden, residual)
 
+    def apply(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """forward (+ residual [..., d]) without keeping anything."""
+        return self.down.apply(self._activate(self.up.apply(x)), residual)
+
     def backward_from(self, dy: Tensor, source: Callable[[], Tensor]) -> Tensor:
         """backward; `source()` gives x again whenever it is needed."""
         pre = self.up.apply(source()) if "mlp" in self.recompute else self.take("pre")

@@ -68,7 +68,10 @@ class GPTBlock(Layer):
         self.release_cache()
 
     def forward(self, x: Tensor, need_output: bool = True) -> Tensor:
-        """x [batch, seq, d] -> y [batch, seq, d]. Without need_output only what backward needs is made (mid returned)."""
+        """x [batch, seq, d] -> y [batch, seq, d]. Without need_output only what backward needs is made.
+
+        In that case what is returned is of no use.
+        """
         self.start_forward()
         p = self.dropout if self.training else 0.0
         if p:

@@ -188,10 +188,9 @@ class GPTModel(Layer):
         if tokens.dtype.kind not in "iu":
             raise BadInputError(f"tokens must be integers, got {tokens.dtype}")
         looked_at = tokens[tokens != IGNORE_INDEX] if ignore else tokens
-        if looked_at.size and not (0 <= looked_at.min() and looked_at.max() < self.config.vocab_size):
-            raise BadInputError(
-                f"tokens {looked_at.min()}..{looked_at.max()} lie outside the vocabulary 0..{self.config.vocab_size - 1}"
-            )
+        highest = self.config.vocab_size - 1
+        if looked_at.size and (looked_at.min() < 0 or looked_at.max() > highest):
+            raise BadInputError(f"tokens {looked_at.min()}..{looked_at.max()} lie outside the vocabulary 0..{highest}")
         return self.engine.tensor(tokens.astype(np.int32))
 
     def _hidden(self, tokens: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class CrossEntropyLoss(Layer):
         valid = targets[targets != self.ignore_index]
         if targets.shape != logits.shape[:-1]:
             raise ValueError(f"targets {targets.shape} do not fit logits {logits.shape}")
-        if valid.size and not (0 <= valid.min() and valid.max() < logits.shape[-1]):
+        if valid.size and (valid.min() < 0 or valid.max() >= logits.shape[-1]):
             raise ValueError(f"targets {valid.min()}..{valid.max()} lie outside 0..{logits.shape[-1] - 1}")
         self._num_valid = int(valid.size)
         rows = logits.reshape(-1, logits.shape[-1])

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from layer_checks import check_layer, numeric_gradient, places_of, randomize
 
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.errors import MissingActivationError
@@ -29,8 +30,6 @@ from vkfold.nn import (
 from vkfold.nn.feed_forward import default_width
 from vkfold.nn.gpt_block import RECOMPUTE_GROUPS, make_norm
 from vkfold.nn.rope import dynamic_ntk_base, inverse_frequencies, ntk_base, yarn_attention_factor
-
-from layer_checks import check_layer, numeric_gradient, places_of, randomize
 
 
 def inputs(*shape: int) -> np.ndarray:
@@ -335,7 +334,9 @@ def test_cross_entropy_loss(oracle: CpuEngine) -> None:
     valid = targets >= 0
 
     def value() -> float:
-        rows = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
+        rows = (
+            np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
+        )
         return float(rows[valid].mean())
 
     assert abs(loss(oracle.tensor(logits), targets).item() - value()) < 1e-7

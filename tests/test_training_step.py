@@ -85,7 +85,7 @@ def ignored(pair: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray
 def test_an_ignored_micro_batch_changes_nothing(cpu: CpuEngine, place: int) -> None:
     """CASES 10, first half."""
     three = [data(i) for i in range(3)]
-    four = three[:place] + [ignored(data(3))] + three[place:]
+    four = [*three[:place], ignored(data(3)), *three[place:]]
     ((with_it, gradients),), weights = run(cpu, CONFIG, [(0, four)])
     ((without, expected),), expected_weights = run(cpu, CONFIG, [(0, three)])
     assert with_it.loss == without.loss and with_it.num_valid == without.num_valid
