@@ -31,7 +31,7 @@ void main() {
     // A target outside the row has no loss: NaN, which stops the step.
     const bool valid = target >= 0 && uint(target) < cols;
     if (subgroupElect()) {
-        float log_total = total == 0.0 ? NEGATIVE_INFINITY : log(total);
+        float log_total = log_or_nan(total);
         float x = uintBitsToFloat(0x7FC00000u);
         if (valid) x = load1(args.logits, start + uint(target));
         args.loss.v[row] = (shift - x) + log_total;
