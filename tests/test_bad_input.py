@@ -190,7 +190,7 @@ def test_resume_with_another_config(capsys: pytest.CaptureFixture[str], saved: P
 
 
 @pytest.mark.parametrize(
-    "change", [{"index": 99}, {"epoch": -1}, {"seed": "x"}, {"schedule": {}}, {"config": {"x": 1}}]
+    "change", [{"index": 999}, {"epoch": -1}, {"seed": "x"}, {"schedule": {}}, {"config": {"x": 1}}]
 )
 def test_resume_with_a_state_that_makes_no_sense(
     capsys: pytest.CaptureFixture[str], saved: Path, change: dict[str, object]
@@ -248,6 +248,7 @@ def test_disk_full_while_saving(text: Path, tmp_path: Path) -> None:
 
 # -- text_generate ---------------------------------------------------------------------------------------------------
 def test_generate(capsys: pytest.CaptureFixture[str], saved: Path, tmp_path: Path) -> None:
+    capsys.readouterr()
     assert text_generate.main([str(saved), "--engine", "cpu", "--length", "5", "--prompt", "the "]) == 0
     assert capsys.readouterr().out.startswith("the ")
     for argv, expected in (

@@ -183,7 +183,7 @@ def test_a_gradient_that_is_not_finite_names_its_tensor(
             return super().__call__(micro_batches, step=step, learning_rate=learning_rate)
 
     monkeypatch.setattr(training_run, "TrainingStep", Poisoned)
-    assert text_train.main([str(text), *RUN, "--engine", "cpu", "--max-steps", "3"]) == 1
+    assert text_train.main([str(text), *RUN, "--engine", "cpu", "--max-steps", "9"]) == 1
     assert "step 2: the gradient of blocks.1.norm1.weight is not finite" in capsys.readouterr().err
 
 
@@ -263,7 +263,7 @@ def test_tied_head_is_one_tensor(text: Path, tmp_path: Path, capsys: pytest.Capt
     from safetensors.numpy import load_file, save_file
 
     root = tmp_path / "run"
-    train(text, *RUN, "--engine", "cpu", "--max-steps", "1", "--tie-head", "--save", root)
+    train(text, *RUN, "--engine", "cpu", "--max-steps", "1", "--schedule-steps", "9", "--tie-head", "--save", root)
     save = open_save(root)
     assert "head" not in save.model()
     assert not [name for name in save.optimizer() if name.endswith(".head")]
