@@ -6,6 +6,7 @@ An op's function takes the engine first; as a class attribute it is a method lik
 from __future__ import annotations
 
 from .ops import activation as activation_op
+from .ops import adamw as adamw_op
 from .ops import add as add_op
 from .ops import cast as cast_op
 from .ops import column_sum as column_sum_op
@@ -14,11 +15,13 @@ from .ops import cross_entropy as cross_entropy_op
 from .ops import dropout as dropout_op
 from .ops import embedding as embedding_op
 from .ops import fill as fill_op
+from .ops import gradient_norm as gradient_norm_op
 from .ops import layer_norm as layer_norm_op
 from .ops import matmul as matmul_op
 from .ops import multiply as multiply_op
 from .ops import rms_norm as rms_norm_op
 from .ops import scale as scale_op
+from .ops import sgd as sgd_op
 from .ops import sum as sum_op
 from .ops import swiglu as swiglu_op
 from .ops import zero as zero_op
@@ -29,6 +32,7 @@ class OpVerbs:
 
     activation = activation_op.activation
     activation_backward = activation_op.activation_backward
+    adamw_ = adamw_op.adamw_
     add = add_op.add
     add_ = add_op.add_
     cast = cast_op.cast
@@ -43,6 +47,7 @@ class OpVerbs:
     embedding_backward = embedding_op.embedding_backward
     fill_ = fill_op.fill_
     gelu = activation_op.gelu
+    gradient_norm = gradient_norm_op.gradient_norm
     layer_norm = layer_norm_op.layer_norm
     layer_norm_apply = layer_norm_op.layer_norm_apply
     layer_norm_backward = layer_norm_op.layer_norm_backward
@@ -55,6 +60,7 @@ class OpVerbs:
     rms_norm_backward = rms_norm_op.rms_norm_backward
     rms_norm_weight_backward = rms_norm_op.rms_norm_weight_backward
     scale = scale_op.scale
+    sgd_ = sgd_op.sgd_
     silu = activation_op.silu
     sum = sum_op.sum_all
     swiglu = swiglu_op.swiglu

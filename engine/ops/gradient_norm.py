@@ -1,0 +1,136 @@
+"""Global norm of all gradients: sums of squares a tensor, clip factor and a flag that says whether all is finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..kernel import Kernel
+from ..op import Op, register
+from ..tensor import Tensor, TensorSpec
+from .row_kernels import ROW_SUBGROUPS, RowKernels, check_dtype_of, check_spec, row_groups
+
+if TYPE_CHECKING:
+    from ..compute_engine import ComputeEngine
+    from ..recorder import Recorder
+
+NORM_EPS = 1e-6  # keeps the clip factor finite for a norm of 0
+MAX_TENSORS = 65_535  # lavapipe 22.3 ends loops after so many rounds
+_MIN_CHUNK = 8192  # elements
+_MAX_PARTS = 8192
+
+SQUARES = RowKernels(
+    "square_sums", "square_sums.comp", "in row x, out f32 y, uint n, uint parts, uint chunk", subgroups=ROW_SUBGROUPS
+)
+TENSOR_SUMS = Kernel(
+    "gradient_sums",
+    "gradient_sums.comp",
+    "in f32 partials, out f32 sums, uint num_tensors, uint parts",
+    subgroups=ROW_SUBGROUPS,
+    defines={"VEC4": 0},
+)
+STATE = Kernel(
+    "gradient_state",
+    "gradient_state.comp",
+    "in f32 sums, in f32 loss, out f32 state, uint num_tensors, uint has_loss, float max_norm, float eps",
+    local_size=1,
+)
+
+
+def square_parts(n: int) -> tuple[int, int]:
+    """(parts, elements a part) of the first stage: a pure function of the size, because it fixes the order of the sum."""
+    chunk = max(_MIN_CHUNK, 4 * -(-n // (4 * _MAX_PARTS)))
+    return max(1, -(-n // chunk)), chunk
+
+
+class GradientNormOp(Op):
+    """Inputs: the loss (or None), then every gradient."""
+
+    name = "gradient_norm"
+
+    def outputs(self, loss: TensorSpec | None, *grads: TensorSpec, max_norm: float) -> Sequence[TensorSpec]:
+        if not 0 < len(grads) <= MAX_TENSORS:
+            raise ValueError(f"{self.name}: {len(grads)} gradients were given, needed are 1 to {MAX_TENSORS}")
+        if not max_norm >= 0:
+            raise ValueError(f"{self.name}: max_norm is {max_norm}, it must be 0 (no clipping) or positive")
+        for i, grad in enumerate(grads):
+            check_dtype_of(self.name, f"gradient {i}", grad, "float32")
+        if loss is not None:
+            check_spec(self.name, "loss", loss, (1,))
+        return TensorSpec((len(grads),)), TensorSpec((4,))
+
+    def scratch(self, *specs: TensorSpec | None, **settings: Any) -> Sequence[TensorSpec]:
+        parts = _most_parts([spec.size for spec in specs[1:] if spec is not None])
+        return (TensorSpec((len(specs) - 1, parts)),) if parts > 1 else ()
+
+    def flops(self, loss: TensorSpec | None, *grads: TensorSpec, max_norm: float) -> int:
+        return 2 * sum(grad.size for grad in grads)
+
+    def reference(self, loss: Any, *grads: Any, max_norm: float) -> Sequence[Any]:
+        sums = np.array([np.sum(np.square(grad)) for grad in grads], dtype=grads[0].dtype)
+        norm = np.sqrt(np.cumsum(sums)[-1])
+        last = loss[0] if loss is not None else norm.dtype.type(0)
+        finite = bool(np.isfinite(norm) and np.isfinite(last))
+        clip = min(1.0, max_norm / float(norm + NORM_EPS)) if max_norm > 0 else 1.0
+        return sums, np.array([clip if finite else 0.0, float(finite), norm, last], dtype=sums.dtype)
+
+    def launch(
+        self, gpu: Recorder, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor], *, max_norm: float
+    ) -> None:
+        loss, *given = inputs
+        grads = [grad for grad in given if grad is not None]
+        sums, state = outputs[:2]
+        stride = _most_parts([grad.size for grad in grads])
+        partials = outputs[2] if stride > 1 else sums
+        if any(square_parts(grad.size)[0] < stride for grad in grads):
+            gpu.fill_zero(partials)
+        # The recorder splits by the whole op's work; each dispatch here does only its tensor's share of it.
+        work, total = gpu.op_work, max(1, sum(grad.size for grad in grads))
+        for i, grad in enumerate(grads):
+            gpu.op_work = work * grad.size / total
+            parts, chunk = square_parts(grad.size)
+            kernel = SQUARES.pick(grad.size, grad)
+            target = (partials, 4 * i * stride)
+            gpu.dispatch(kernel, row_groups(gpu, kernel, parts), grad, target, grad.size, parts, chunk)
+        gpu.op_work = 0.0
+        if stride > 1:
+            groups = row_groups(gpu, TENSOR_SUMS, len(grads))
+            gpu.dispatch(TENSOR_SUMS, groups, partials, sums, len(grads), stride)
+        has_loss = loss is not None
+        gpu.dispatch(STATE, 1, sums, loss if has_loss else sums, state, len(grads), int(has_loss), max_norm, NORM_EPS)
+        gpu.op_work = work
+
+    def kernels(self) -> Iterable[Kernel]:
+        return (*SQUARES.both(), TENSOR_SUMS, STATE)
+
+
+def _most_parts(sizes: Sequence[int]) -> int:
+    return max((square_parts(size)[0] for size in sizes), default=1)
+
+
+GRADIENT_NORM = register(GradientNormOp())
+
+
+def gradient_norm(
+    engine: ComputeEngine, grads: Sequence[Tensor], loss: Tensor | None = None, *, max_norm: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(sums [n], state [4]) of n float32 gradients of any shapes; nothing is read back, optimizer ops read the state.
+
+    sums: sum of squares of each gradient; inf or NaN where an element is not finite (or beyond about 1e19, whose square
+    is not). state: [clip factor, 1 when all sums and the loss are finite else 0, global norm, loss or 0]. The clip
+    factor is min(1, max_norm / (norm + 1e-6)) (Pascanu et al. 2013), 1 with max_norm 0, and 0 when something is not
+    finite. Each tensor is summed in an order that depends on its size and the device's subgroup size alone, then the
+    sums in the order given.
+
+    Raises ValueError for no gradient, another element type, a loss that is not [1], or a negative max_norm.
+    """
+    sums, state = engine.execute(GRADIENT_NORM, (loss, *grads), max_norm=_number(max_norm))
+    return sums, state
+
+
+def _number(value: float) -> float:
+    value = float(value)
+    return math.inf if value > 3.4e38 else value  # push constants are float32

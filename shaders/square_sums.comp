@@ -1,0 +1,16 @@
+// Each subgroup sums the squares of one chunk of a flat array.
+#include "rows.glsl"
+
+void main() {
+    const uint part = subgroup_row();
+    if (part >= args.parts) return;
+    const uint begin = part * args.chunk, count = min(args.chunk, args.n - min(args.n, begin));
+    const uint first = 4 * gl_SubgroupInvocationID, stride = 4 * gl_SubgroupSize;
+    vec4 sums = vec4(0.0);
+    for (uint base = 0; base < count; base += stride) {
+        const vec4 x = load4(args.x, begin, base + first, count);
+        sums = fma(x, x, sums);
+    }
+    const float total = subgroupAdd(sum4(sums));
+    if (subgroupElect()) args.y.v[part] = total;
+}
