@@ -42,7 +42,7 @@ class Layer:
         self.kept: dict[str, Tensor] = {}
 
     # -- computing ---------------------------------------------------------------------------------------------------
-    def forward(self, x: Any) -> Any:
+    def forward(self, *inputs: Any, **settings: Any) -> Any:
         """The layer's output."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
