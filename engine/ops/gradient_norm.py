@@ -41,7 +41,7 @@ STATE = Kernel(
 
 
 def square_parts(n: int) -> tuple[int, int]:
-    """(parts, elements a part) of the first stage: a pure function of the size, because it fixes the order of the sum."""
+    """(parts, elements a part) of the first stage: a pure function of the size, since it fixes the order of the sum."""
     chunk = max(_MIN_CHUNK, 4 * -(-n // (4 * _MAX_PARTS)))
     return max(1, -(-n // chunk)), chunk
 

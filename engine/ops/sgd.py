@@ -122,7 +122,7 @@ def sgd_(
     weight_decay: float = 0.0,
     nesterov: bool = False,
 ) -> None:
-    """One step of stochastic gradient descent on p, all tensors float32 of one shape; p and the buffer b change in place.
+    """One step of stochastic gradient descent on p, all float32 of one shape; p and the buffer b change in place.
 
     With c the clip factor of `state` (from `gradient_norm`; 1 without state) and lr from the step parameters:
     b = momentum b + c g, d = b (with nesterov c g + momentum b; without a buffer c g),
