@@ -8,6 +8,8 @@ from __future__ import annotations
 from .ops import activation as activation_op
 from .ops import adamw as adamw_op
 from .ops import add as add_op
+from .ops import attention as attention_op
+from .ops import attention_qkv as attention_qkv_op
 from .ops import cast as cast_op
 from .ops import column_sum as column_sum_op
 from .ops import copy as copy_op
@@ -35,6 +37,10 @@ class OpVerbs:
     adamw_ = adamw_op.adamw_
     add = add_op.add
     add_ = add_op.add_
+    attention = attention_op.attention
+    attention_backward = attention_op.attention_backward
+    attention_qkv = attention_qkv_op.attention_qkv
+    attention_qkv_backward = attention_qkv_op.attention_qkv_backward
     cast = cast_op.cast
     column_sum = column_sum_op.column_sum
     copy = copy_op.copy

@@ -81,15 +81,17 @@ def test_freed_bytes_serve_a_later_op(vulkan: VulkanEngine) -> None:
     assert [r.numpy()[0] for r in results] == [2.0 * i for i in range(20)]
 
 
-def test_batches(vulkan: VulkanEngine) -> None:
+def test_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """begin inside a batch is an error; nothing is submitted for an empty one."""
-    vulkan.end_batch()
-    vulkan.begin_batch()
-    with pytest.raises(RuntimeError, match="end_batch"):
-        vulkan.begin_batch()
-    before = vulkan.recorder.num_submits
-    vulkan.end_batch()
-    assert vulkan.recorder.num_submits == before
+    monkeypatch.setenv("VKFOLD_DEBUG", "0")  # guard words are compared at the end of a batch
+    with VulkanEngine() as engine:
+        engine.end_batch()
+        engine.begin_batch()
+        with pytest.raises(RuntimeError, match="end_batch"):
+            engine.begin_batch()
+        before = engine.recorder.num_submits
+        engine.end_batch()
+        assert engine.recorder.num_submits == before
 
 
 def test_tensors_of_two_engines_do_not_mix(vulkan: VulkanEngine) -> None:
@@ -111,8 +113,9 @@ def test_bad_arguments_are_refused_before_recording(vulkan: VulkanEngine) -> Non
         vulkan.dispatch(ADD_ONE, 1, vulkan.tensor([1.0]))
 
 
-def test_the_pool_recovers_idle_blocks_before_it_gives_up() -> None:
+def test_the_pool_recovers_idle_blocks_before_it_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a budget of three blocks: idle ones are returned and retried; a tensor too large is an error with numbers."""
+    monkeypatch.setenv("VKFOLD_DEBUG", "0")  # guard words make tensors larger
     block = 2**20
     with VulkanEngine(block_bytes=block, budget_bytes=3 * block) as engine:
         small = [engine.empty((block // 4,)) for _ in range(3)]
