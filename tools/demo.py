@@ -73,6 +73,7 @@ def _program(argv: Sequence[str]) -> int:
         save_interval=400,
         keep=2,
         sample=400,
+        prompt="The ",
     )
     tokens = np.frombuffer(text_file.read_bytes(), np.uint8)
     num_train = split_held_out(len(tokens), config.seq_len, HELD_OUT)

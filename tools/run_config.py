@@ -102,6 +102,7 @@ class RunConfig:
     keep: int = option(int, 0, "newest saves to keep; 0 is all", group=RUN, rule=NOT_NEGATIVE)
     resume: str | None = option(str, None, "go on from a folder of saves, or from one save in it", group=RUN)
     sample: int = option(int, 0, "tokens of text to generate at the end", group=RUN, rule=NOT_NEGATIVE)
+    prompt: str = option(str, "", "text that the sample goes on from", group=RUN)
     config: str | None = option(str, None, "TOML or JSON file with the same names; the command line wins", group=RUN)
 
 
@@ -147,7 +148,18 @@ def recompute_groups(config: RunConfig) -> list[str]:
 # What a resumed run may change: nothing that enters the arithmetic of the steps before max_steps.
 FREE_ON_RESUME = {
     *("inputs", "glob", "epochs", "max_steps", "checkpoint_every", "recompute", "flush_interval", "engine", "device"),
-    *("log_interval", "log_file", "eval_interval", "save", "save_interval", "keep", "resume", "sample", "config"),
+    *(
+        "log_interval",
+        "log_file",
+        "eval_interval",
+        "save",
+        "save_interval",
+        "keep",
+        "resume",
+        "sample",
+        "prompt",
+        "config",
+    ),
 }
 
 

@@ -140,8 +140,10 @@ def _report(outcome: Outcome, run: TrainingRun) -> None:
         print(f"held-out loss {outcome.held_out_loss:.3f} nats/byte")
     if run.config.sample and outcome.stopped_by is None:
         sampler = Sampler(seed=run.config.seed, temperature=0.8, vocab_size=run.data.tokenizer.vocab_size)
-        made = b"".join(generate_bytes(run.model, run.data.tokenizer, b"", run.config.sample, sampler))
-        print(f"--- sample of {run.config.sample} tokens ---\n{made.decode('utf-8', errors='replace')}\n---")
+        prompt = run.config.prompt.encode("utf-8", errors="surrogateescape")
+        made = b"".join(generate_bytes(run.model, run.data.tokenizer, prompt, run.config.sample, sampler))
+        text = (prompt + made).decode("utf-8", errors="replace")
+        print(f"--- sample of {run.config.sample} tokens ---\n{text}\n---")
     if run.root is not None:
         last = outcome.last_save or "the save it was resumed from"
         print(f"saved in {last}; go on with: text_train --resume {run.root}")
