@@ -22,6 +22,7 @@ from .ops import layer_norm as layer_norm_op
 from .ops import matmul as matmul_op
 from .ops import multiply as multiply_op
 from .ops import rms_norm as rms_norm_op
+from .ops import rope as rope_op
 from .ops import scale as scale_op
 from .ops import sgd as sgd_op
 from .ops import sum as sum_op
@@ -65,6 +66,7 @@ class OpVerbs:
     rms_norm_apply = rms_norm_op.rms_norm_apply
     rms_norm_backward = rms_norm_op.rms_norm_backward
     rms_norm_weight_backward = rms_norm_op.rms_norm_weight_backward
+    rope_ = rope_op.rope_
     scale = scale_op.scale
     sgd_ = sgd_op.sgd_
     silu = activation_op.silu
