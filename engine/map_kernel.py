@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 _LOCAL_SIZE = 64
 
 _WIDE = """
+vec4 load_four(F32 p, uint i) { return F32x4(uvec2(p)).v[i >> 2]; }
+void store_four(F32 p, uint i, vec4 value) { F32x4(uvec2(p)).v[i >> 2] = value; }
 void main() {
     const uint group = group_index() * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
     if (group < args.num_elements / 4u) {
@@ -106,16 +108,15 @@ def _misaligned(arg: Any) -> bool:
 
 
 def _statements(kind: str, read: Sequence[Operand], written: Sequence[Operand], body: str) -> str:
-    def element(operand: Operand) -> str:
-        if kind == "float":
-            return f"args.{operand.pointer}.v[{operand.place}]"
-        return f"F32x4(args.{operand.pointer}).v[({operand.place}) >> 2]"
-
+    # The wide kernel casts pointers in functions: SwiftShader crashes on the cast of a push constant itself.
+    load, store = ("args.{0}.v[{1}]", "args.{0}.v[{1}] = {2};")
+    if kind == "vec4":
+        load, store = ("load_four(args.{0}, {1})", "store_four(args.{0}, {1}, {2});")
     lines = ["#define T " + kind]
-    lines += [f"T {operand.name} = {element(operand)};" for operand in read]
+    lines += [f"T {operand.name} = {load.format(operand.pointer, operand.place)};" for operand in read]
     names = {operand.name for operand in read}
     lines += [f"T {operand.name};" for operand in written if operand.name not in names]
     lines.append(body)
-    lines += [f"{element(operand)} = {operand.name};" for operand in written]
+    lines += [store.format(operand.pointer, operand.place, operand.name) for operand in written]
     lines.append("#undef T")
     return "\n".join(lines)

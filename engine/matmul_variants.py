@@ -6,8 +6,10 @@ element of C is one fma chain over k in every variant (shaders/matmul.comp), so 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -27,8 +29,13 @@ class Capabilities(NamedTuple):
     @classmethod
     def of(cls, gpu: Recorder) -> Capabilities:
         """Of the device that is being recorded for."""
-        major = gpu.device.physical.driver_version >> 22
-        return cls(gpu.subgroup_size, gpu.is_cpu, gpu.driver, major)
+        return cls(gpu.subgroup_size, gpu.is_cpu, gpu.driver, _major(gpu.device.physical.driver_info))
+
+
+@lru_cache(maxsize=None)
+def _major(driver_info: str) -> int:
+    found = re.search(r"\d+", driver_info)  # "Mesa 22.3.6 (LLVM 15.0.6)"; lavapipe's own driverVersion is always 1
+    return int(found.group()) if found else 0
 
 
 class Variant(NamedTuple):

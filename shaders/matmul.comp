@@ -3,6 +3,8 @@
 // at a time) and spread by broadcast: a value is loaded once a subgroup, and there is no barrier.
 //
 // Every element of C is one chain fma(a[k], b[k], sum) over k = 0, 1, 2, ... from 0, whatever the tile: equal bits.
+// A long k comes in slices k_begin .. k_end - 1, each a dispatch that continues the sums of the one before (lavapipe 22.3
+// ends loops after 65,535 rounds, counted over all loops of an invocation).
 // Rows and columns beyond the matrix are clamped to the last one when loading and not stored.
 //
 // SIZE: lanes of a subgroup. TM: rows of a tile, a multiple of 4. TN: columns a lane, 1 or 4 * NUM_VECTORS.
@@ -36,12 +38,11 @@
 #define B_STEP (BLOCK * n)
 #endif
 
-const uint BIAS = 1u, RESIDUAL = 2u, ACCUMULATE = 4u;
-const uint LOOP_LIMIT = 32768u; // rounds of one loop: lavapipe 22.3 ends a loop after 65,535
+const uint BIAS = 1u, RESIDUAL = 2u, ACCUMULATE = 4u, CONTINUE = 8u;
 
 vec4 load_row(F32 p, uint i) {
 #if VEC4
-    return F32x4(p).v[i >> 2];
+    return F32x4(uvec2(p)).v[i >> 2];
 #else
     return vec4(p.v[i], p.v[i + 1], p.v[i + 2], p.v[i + 3]);
 #endif
@@ -50,7 +51,7 @@ vec4 load_row(F32 p, uint i) {
 // Elements column .. column + 3 of the row that starts at `start`; positions beyond `last` are clamped.
 vec4 load_four(F32 p, uint start, uint column, uint last) {
 #if VEC4
-    return F32x4(p).v[(start + min(column, last - 3u)) >> 2];
+    return F32x4(uvec2(p)).v[(start + min(column, last - 3u)) >> 2];
 #else
     const uvec4 i = start + min(column + uvec4(0, 1, 2, 3), uvec4(last));
     return vec4(p.v[i.x], p.v[i.y], p.v[i.z], p.v[i.w]);
@@ -70,7 +71,7 @@ void store_columns(F32 p, uint start, uint column, uint limit, COLUMNS value) {
 #if TN == 1
     p.v[i] = value;
 #elif VEC4
-    F32x4(p).v[i >> 2] = value;
+    F32x4(uvec2(p)).v[i >> 2] = value;
 #else
     p.v[i] = value.x;
     if (column + 1u < limit) p.v[i + 1] = value.y;
@@ -88,7 +89,10 @@ void main() {
     const uint row0 = tile % tiles % args.tiles_m * TM;
     const uint col0 = tile % tiles / args.tiles_m * (TN * SIZE) + gl_SubgroupInvocationID * WIDTH;
     const uint lane = gl_SubgroupInvocationID;
-    uint a_start = batch * args.stride_a, b_start = batch * args.stride_b;
+    const uint c_start = batch * m * n;
+    const uint num_rows = min(uint(TM), m - row0);
+    uint a_start = batch * args.stride_a + args.k_begin * (TA == 1 ? m : 1u);
+    uint b_start = batch * args.stride_b + args.k_begin * (TB == 1 ? 1u : n);
 
     // From the start of a block to this lane's vectors of A; rows clamped.
 #if !TA
@@ -118,6 +122,12 @@ void main() {
 #define CLEAR(r, v) sums[r * NUM_VECTORS + v] = COLUMNS(0.0);
 #define CLEAR_VECTOR(v, _) EACH_ROW(CLEAR, v)
     EACH_VECTOR(CLEAR_VECTOR, 0)
+#define OLD(p, r, v) load_columns(p, c_start + (row0 + r) * n, col0 + v * (WIDTH * SIZE), n - 1u)
+    if ((args.flags & CONTINUE) != 0u) {
+#define RESUME(r, v) if (r < num_rows) sums[r * NUM_VECTORS + v] = OLD(args.partial, r, v);
+#define RESUME_VECTOR(v, _) EACH_ROW(RESUME, v)
+        EACH_VECTOR(RESUME_VECTOR, 0)
+    }
 
 #define MULTIPLY(r, v) sums[r * NUM_VECTORS + v] = fma(COLUMNS(a_value[r]), b_value, sums[r * NUM_VECTORS + v]);
 #define SPREAD(r, kk) a_value[r] = \
@@ -141,18 +151,15 @@ void main() {
 #endif
     float a_value[TM];
     vec4 a[A_VECTORS];
-    const uint k_blocks = k / BLOCK;
-    for (uint outer = 0; outer < k_blocks; outer += LOOP_LIMIT) {
-        const uint end = min(outer + LOOP_LIMIT, k_blocks);
-        for (uint block = outer; block < end; ++block) {
-            EACH_A(LOAD_A, 0)
-            EACH_STEP(STEP, 0)
-            a_start += A_STEP;
-            b_start += B_STEP;
-        }
+    const uint num_blocks = (args.k_end - args.k_begin) / BLOCK;
+    for (uint block = 0; block < num_blocks; ++block) {
+        EACH_A(LOAD_A, 0)
+        EACH_STEP(STEP, 0)
+        a_start += A_STEP;
+        b_start += B_STEP;
     }
     // What is left of k, one by one: row r's value on lane r % SIZE.
-    for (uint i = k_blocks * BLOCK; i < k; ++i) {
+    for (uint i = args.k_begin + num_blocks * BLOCK; i < args.k_end; ++i) {
 #if TA
 #define LOAD_TAIL(j, _) a[j].x = args.a.v[a_start + min(row0 + j * SIZE + lane, m - 1u)];
         EACH_A(LOAD_TAIL, 0)
@@ -176,11 +183,8 @@ void main() {
 #endif
     }
 
-    const uint c_start = batch * m * n;
-    const uint num_rows = min(uint(TM), m - row0);
     if ((args.flags & ACCUMULATE) != 0u) {
-#define ADD_OLD(r, v) if (r < num_rows) sums[r * NUM_VECTORS + v] = \
-        load_columns(args.c, c_start + (row0 + r) * n, col0 + v * (WIDTH * SIZE), n - 1u) + sums[r * NUM_VECTORS + v];
+#define ADD_OLD(r, v) if (r < num_rows) sums[r * NUM_VECTORS + v] = OLD(args.c, r, v) + sums[r * NUM_VECTORS + v];
 #define ADD_OLD_VECTOR(v, _) EACH_ROW(ADD_OLD, v)
         EACH_VECTOR(ADD_OLD_VECTOR, 0)
     }

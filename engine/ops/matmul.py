@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from ..recorder import Recorder
 
 _ARGS = (
-    "in f32 a, in f32 b, inout f32 c, in f32 bias, in f32 residual, uint m, uint n, uint k, uint batch, "
-    "uint stride_a, uint stride_b, uint tiles_m, uint tiles_n, uint activation, uint flags"
+    "in f32 a, in f32 b, inout f32 c, in f32 bias, in f32 residual, in f32 partial, uint m, uint n, uint k, "
+    "uint k_begin, uint k_end, uint batch, uint stride_a, uint stride_b, uint tiles_m, uint tiles_n, uint activation, "
+    "uint flags"
 )
-_BIAS, _RESIDUAL, _ACCUMULATE = 1, 2, 4  # bits of `flags`
-_MAX_K = 2**24
+_BIAS, _RESIDUAL, _ACCUMULATE, _CONTINUE = 1, 2, 4, 8  # bits of `flags`
+_MAX_SLICE = 2**17  # of k in one dispatch: 32,768 rounds of the kernel's loop at most
 
 
 def _repeat(count: int) -> str:
@@ -81,8 +82,6 @@ class _Shape:
                 f"matmul: a {a.shape}{' transposed' if trans_a else ''} has {self.k} columns, "
                 f"b {b.shape}{' transposed' if trans_b else ''} has {inner} rows"
             )
-        if self.k > _MAX_K:
-            raise ValueError(f"matmul: an inner dimension of {self.k} is above {_MAX_K}")
         self.out = (*lead, self.m, self.n)
         self.batch = math.prod(lead)
         self.stride_a, self.stride_b = self.m * self.k, self.k * self.n
@@ -123,6 +122,13 @@ class MatmulOp(Op):
         if accumulate:
             raise ValueError("matmul: accumulate=True needs out, the tensor to add to")
         return (TensorSpec(shape.out),)
+
+    def scratch(self, *specs: TensorSpec | None, **settings: Any) -> Sequence[TensorSpec]:
+        """A place for partial sums where k comes in slices and the old values of out are still wanted."""
+        a, b, _, _, out = specs
+        assert a is not None and b is not None
+        shape = _Shape(a, b, settings["trans_a"], settings["trans_b"])
+        return (TensorSpec(shape.out),) if settings["accumulate"] and shape.k > _MAX_SLICE else ()
 
     def flops(self, a: TensorSpec, b: TensorSpec, *rest: Any, trans_a: bool, trans_b: bool, **settings: Any) -> int:
         shape = _Shape(a, b, trans_a, trans_b)
@@ -179,26 +185,34 @@ class MatmulOp(Op):
         kernel = matmul_kernel(variant, gpu.subgroup_size, trans_a, trans_b, vec4)
         tiles_m, tiles_n = -(-shape.m // variant.tm), -(-shape.n // (variant.tn * gpu.subgroup_size))
         subgroups = kernel.workgroup_size(gpu.subgroup_size, gpu.max_invocations) // gpu.subgroup_size
-        flags = _BIAS * (bias is not None) | _RESIDUAL * (residual is not None) | _ACCUMULATE * accumulate
-        gpu.dispatch(
-            kernel,
-            -(-shape.batch * tiles_m * tiles_n // subgroups),
-            a,
-            b,
-            c,
-            c if bias is None else bias,
-            c if residual is None else residual,
-            shape.m,
-            shape.n,
-            shape.k,
-            shape.batch,
-            shape.stride_a,
-            shape.stride_b,
-            tiles_m,
-            tiles_n,
-            0 if activation is None else ACTIVATIONS[activation],
-            flags,
-        )
+        groups = -(-shape.batch * tiles_m * tiles_n // subgroups)
+        final = _BIAS * (bias is not None) | _RESIDUAL * (residual is not None) | _ACCUMULATE * accumulate
+        partial = outputs[-1] if outputs else c  # sums of the slices but the last
+        for begin in range(0, shape.k or 1, _MAX_SLICE):
+            end = min(begin + _MAX_SLICE, shape.k)
+            last = end == shape.k
+            gpu.dispatch(
+                kernel,
+                groups,
+                a,
+                b,
+                c if last else partial,
+                c if bias is None else bias,
+                c if residual is None else residual,
+                partial,
+                shape.m,
+                shape.n,
+                shape.k,
+                begin,
+                end,
+                shape.batch,
+                shape.stride_a,
+                shape.stride_b,
+                tiles_m,
+                tiles_n,
+                ACTIVATIONS[activation] if activation is not None and last else 0,
+                final * last | _CONTINUE * (begin > 0),
+            )
 
     def kernels(self) -> Iterable[Kernel]:
         flags = (False, True)
