@@ -1,4 +1,4 @@
-"""Elementwise kernels from a line of GLSL: any number of inputs and outputs, any size, 16-byte loads where they are aligned."""
+"""Elementwise kernels from a line of GLSL: several inputs and outputs, any size, 16-byte loads where aligned."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ void main() {
 class Operand(NamedTuple):
     """One value of a map kernel: its name in the body, the pointer it lies behind, and its place there.
 
-    place: GLSL expression of `index` (the element being worked on) and `args`; `index` unless the layouts differ. In the
-    wide kernel it is taken for every fourth index and must be a multiple of 4 there.
+    place: GLSL expression of `index` (the element being worked on) and `args`; `index` unless the layouts differ. In
+    the wide kernel it is taken for every fourth index and must be a multiple of 4 there.
     """
 
     name: str
@@ -96,7 +96,7 @@ class MapKernel:
         return (self.wide, self.narrow)
 
     def launch(self, gpu: Recorder, num_elements: int, *args: Tensor | float, wide: bool = True) -> None:
-        """Record it for so many elements. args: tensors, then scalars. wide=False where places are not multiples of 4."""
+        """Record it. args: tensors, then scalars. wide=False where places are not multiples of 4."""
         if wide and not any(_misaligned(arg) for arg in args[: self.num_pointers]):
             gpu.dispatch(self.wide, -(-num_elements // (4 * _LOCAL_SIZE)), *args, num_elements)
         else:

@@ -1,7 +1,7 @@
 """Which tile a matmul uses: a pure function of op, shape and device. All variants give the same bits.
 
 A variant is a tile: rows (`tm`) and columns (`tn`) of C that one lane accumulates, and subgroups a workgroup. Every
-element of C is one fma chain over k in every variant (shaders/matmul.comp), so the choice changes time and nothing else.
+element of C is one fma chain over k in every variant (shaders/matmul.comp): the choice changes time and nothing else.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ SUBGROUP_SIZES = (4, 8, 16, 32, 64)
 
 
 class Capabilities(NamedTuple):
-    """What the choice looks at. driver: "llvmpipe", "SwiftShader" or another name; driver_major: its first version number."""
+    """What the choice looks at. driver: "llvmpipe", "SwiftShader" or another; driver_major: its version."""
 
     subgroup_size: int
     is_cpu: bool
@@ -32,7 +32,7 @@ class Capabilities(NamedTuple):
         return cls(gpu.subgroup_size, gpu.is_cpu, gpu.driver, _major(gpu.device.physical.driver_info))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _major(driver_info: str) -> int:
     found = re.search(r"\d+", driver_info)  # "Mesa 22.3.6 (LLVM 15.0.6)"; lavapipe's own driverVersion is always 1
     return int(found.group()) if found else 0
@@ -56,7 +56,13 @@ class Variant(NamedTuple):
 _LAVAPIPE_OLD = (Variant(32, 4, 1, 1.0), Variant(16, 4, 1, 0.9), Variant(8, 4, 1, 0.7), Variant(4, 4, 1, 0.5))
 _LAVAPIPE = (Variant(8, 8, 1, 1.0), Variant(16, 4, 1, 0.9), Variant(8, 4, 1, 0.8), Variant(4, 4, 1, 0.5))
 _SWIFTSHADER = (Variant(16, 8, 1, 1.0), Variant(8, 8, 1, 0.9), Variant(8, 4, 1, 0.8), Variant(4, 4, 1, 0.5))
-_GPU = (Variant(16, 4, 4, 1.0), Variant(8, 4, 4, 0.9), Variant(4, 4, 4, 0.6), Variant(8, 1, 4, 0.5), Variant(4, 1, 4, 0.4))
+_GPU = (
+    Variant(16, 4, 4, 1.0),
+    Variant(8, 4, 4, 0.9),
+    Variant(4, 4, 4, 0.6),
+    Variant(8, 1, 4, 0.5),
+    Variant(4, 1, 4, 0.4),
+)
 
 
 def variants(device: Capabilities) -> tuple[Variant, ...]:

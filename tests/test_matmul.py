@@ -17,7 +17,14 @@ TRANSPOSES = list(itertools.product((False, True), repeat=2))
 
 
 def operands(
-    m: int, n: int, k: int, trans_a: bool, trans_b: bool, seed: int = 0, lead: tuple[int, ...] = (), shared: bool = False
+    m: int,
+    n: int,
+    k: int,
+    trans_a: bool,
+    trans_b: bool,
+    seed: int = 0,
+    lead: tuple[int, ...] = (),
+    shared: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed + 1000 * m + 100 * n + k)
     a = rng.standard_normal((*lead, *((k, m) if trans_a else (m, k)))).astype(np.float32)
@@ -61,9 +68,7 @@ def test_aligned_sizes(vulkan: VulkanEngine, oracle: CpuEngine, trans_a: bool, t
 
 @pytest.mark.parametrize("trans_a,trans_b", TRANSPOSES)
 @pytest.mark.parametrize("m,n,k", [(72, 64, 48), (37, 70, 53), (3, 5, 7)])
-def test_variants_agree_to_the_bit(
-    vulkan: VulkanEngine, m: int, n: int, k: int, trans_a: bool, trans_b: bool
-) -> None:
+def test_variants_agree_to_the_bit(vulkan: VulkanEngine, m: int, n: int, k: int, trans_a: bool, trans_b: bool) -> None:
     """One accumulation order: the tile changes no bit."""
     a, b = operands(m, n, k, trans_a, trans_b)
     results = {}
@@ -202,7 +207,7 @@ def test_gradient_formulas(oracle: CpuEngine) -> None:
 
 
 def test_choice_is_by_shape_and_device() -> None:
-    """Large products take the large tile, small ones fill the device with smaller tiles; forcing an unknown one fails."""
+    """Large products take the large tile, small ones fill the device with smaller ones; an unknown name fails."""
     old, gpu = Capabilities(8, True, "llvmpipe", 22), Capabilities(32, False, "a GPU", 1)
     for device in (old, Capabilities(8, True, "llvmpipe", 25), Capabilities(4, True, "SwiftShader", 5), gpu):
         family = variants(device)
@@ -212,7 +217,7 @@ def test_choice_is_by_shape_and_device() -> None:
         assert choose(device, 1, 4, 8) == small
     assert choose(gpu, 64, 512, 512).tm >= choose(gpu, 1, 64, 64).tm
     assert isinstance(choose(old, 1, 64, 64), Variant)
-    with forced_variant("7x7"), pytest.raises(ValueError, match="no matmul variant '7x7'.*8x4"):
+    with forced_variant("7x7"), pytest.raises(ValueError, match=r"no matmul variant '7x7'.*8x4"):
         choose(old, 1, 64, 64)
 
 

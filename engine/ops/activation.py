@@ -1,9 +1,9 @@
-"""ReLU, GELU and SiLU, forward and backward. The matmul epilogue applies the same formulas (shaders/activation.glsl)."""
+"""ReLU, GELU and SiLU, forward and backward. The matmul epilogue has the same formulas (shaders/activation.glsl)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class ActivationOp(ElementwiseOp):
 
     name = "activation"
     flops_per_element = 8
-    by_kind = {
+    by_kind: ClassVar = {
         kind: MapKernel(kind, ("x",), ("y",), f"y = {kind}(x);", includes=("activation.glsl",)) for kind in ACTIVATIONS
     }
 
@@ -85,7 +85,7 @@ class ActivationBackwardOp(ActivationOp):
 
     name = "activation_backward"
     flops_per_element = 14
-    by_kind = {
+    by_kind: ClassVar = {
         kind: MapKernel(
             f"{kind}_backward",
             ("dy", "x"),

@@ -1,4 +1,4 @@
-"""Dropout (Srivastava et al. 2014) from a counter-based generator: a mask is recomputed wherever it is needed, never kept.
+"""Dropout (Srivastava et al. 2014) from a counter-based generator: a mask is recomputed where needed, never kept.
 
 The generator is Philox4x32-10 (Salmon et al., SC 2011). Element e takes word e % 4 of the block with
 counter = (e / 4, step, micro-batch, site) and key = the seed's two halves, so a mask depends on exactly these, whatever
@@ -82,7 +82,9 @@ class DropoutOp(ElementwiseOp):
         keep = dropout_keep(x.size, p, site, step).reshape(x.shape)
         return (np.where(keep, x * x.dtype.type(_factor(p)), x.dtype.type(0)),)
 
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, p: float, site: int) -> None:
+    def launch(
+        self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, p: float, site: int
+    ) -> None:
         self.kernel.launch(gpu, outputs[0].size, *inputs, outputs[0], _factor(p), site, _threshold(p))
 
 

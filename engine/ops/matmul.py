@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +32,7 @@ def _repeat(count: int) -> str:
     return " ".join(f"F({i}, x)" for i in range(count))
 
 
-@lru_cache(maxsize=None)
+@cache
 def matmul_kernel(variant: Variant, subgroup_size: int, trans_a: bool, trans_b: bool, vec4: bool) -> Kernel:
     """The kernel of a tile for a subgroup size; vec4: all rows start on 16 bytes."""
     tm, tn = variant.tm, variant.tn
@@ -73,7 +73,8 @@ class _Shape:
         lead = a.shape[:-2]
         if b.shape[:-2] not in ((), lead):
             raise ValueError(
-                f"matmul: leading dimensions of a {a.shape} and b {b.shape} differ: make them equal, or b two-dimensional"
+                f"matmul: leading dimensions of a {a.shape} and b {b.shape} differ: "
+                "make them equal, or give b two dimensions"
             )
         self.m, self.k = a.shape[-2:] if not trans_a else (a.shape[-1], a.shape[-2])
         inner, self.n = b.shape[-2:] if not trans_b else (b.shape[-1], b.shape[-2])
@@ -125,7 +126,7 @@ class MatmulOp(Op):
 
     def scratch(self, *specs: TensorSpec | None, **settings: Any) -> Sequence[TensorSpec]:
         """A place for partial sums where k comes in slices and the old values of out are still wanted."""
-        a, b, _, _, out = specs
+        a, b, *_ = specs
         assert a is not None and b is not None
         shape = _Shape(a, b, settings["trans_a"], settings["trans_b"])
         return (TensorSpec(shape.out),) if settings["accumulate"] and shape.k > _MAX_SLICE else ()

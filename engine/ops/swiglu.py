@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer 2020, "GLU Variants Improve Transformer"): silu(gate) * up, gate and up side by side in one tensor."""
+"""SwiGLU (Shazeer 2020, "GLU Variants Improve Transformer"): silu(gate) * up, side by side in one tensor."""
 
 from __future__ import annotations
 
