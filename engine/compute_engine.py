@@ -36,6 +36,7 @@ class ComputeEngine(OpVerbs, ABC):
     """
 
     name: str = ""
+    computes: bool = True  # False: values are never looked at, only shapes (planning)
 
     def __init__(self) -> None:
         self._rules: dict[Any, Rule] = {}
@@ -139,6 +140,9 @@ class ComputeEngine(OpVerbs, ABC):
         self.step_parameters = parameters
 
     # -- memory ------------------------------------------------------------------------------------------------------
+    def note_kind(self, tensor: Tensor, kind: str, label: str = "") -> None:
+        """Say what a tensor is for, where an allocation ledger listens; nothing elsewhere."""
+
     @contextmanager
     def parameter_pool(self) -> Iterator[None]:
         """Tensors made inside live long (parameters, moments): they get a pool of their own."""

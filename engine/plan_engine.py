@@ -7,21 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from ..memory_pool import NullBlockSource, PoolRange
+from ..memory_pool import DEFAULT_BLOCK_BYTES, NullBlockSource, PoolRange
 from .compute_engine import Rule
 from .dtypes import numpy_dtype
 from .op import Cost, Op
 from .pooled_engine import PooledEngine
 from .tensor import Tensor
 
-DEFAULT_BLOCK_BYTES = 128 * 2**20
-
 
 class PlanEngine(PooledEngine):
     """Plans a step of any model on any machine: same ops, same allocations as VulkanEngine, nothing computed.
 
-    `cost` is the sum over all ops so far; `counts` how often each op ran. Downloads give zeros.
+    `computes` is False, so parameters skip drawing their starting values and a model of 70 billion parameters is planned
+    in seconds. `cost` is the sum over all ops so far; `counts` how often each op ran. Downloads give zeros.
     """
+
+    computes = False
 
     def __init__(self, *, block_bytes: int = DEFAULT_BLOCK_BYTES) -> None:
         super().__init__(NullBlockSource(), block_bytes=block_bytes)

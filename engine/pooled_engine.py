@@ -92,6 +92,11 @@ class PooledEngine(ComputeEngine):
         finally:
             self._pool = before
 
+    def note_kind(self, tensor: Tensor, kind: str, label: str = "") -> None:
+        """Say what a tensor is for, to the ledger that is attached, if any."""
+        if self.ledger is not None:
+            self.ledger.label(tensor, kind, label)
+
     # -- statistics --------------------------------------------------------------------------------------------------
     def pool_stats(self) -> dict[str, PoolStats]:
         """Statistics of the step pool and the parameter pool."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..memory_pool import OutOfBlockMemory, PoolRange
+from ..memory_pool import DEFAULT_BLOCK_BYTES, OutOfBlockMemory, PoolRange
 from . import step_parameters, switches
 from .compute_engine import Rule
 from .debug_checks import GUARD_BYTES, MemoryChecks
@@ -16,7 +16,6 @@ from .dtypes import numpy_dtype
 from .errors import OutOfDeviceMemoryError
 from .kernel import Kernel
 from .op import Op
-from .plan_engine import DEFAULT_BLOCK_BYTES
 from .pooled_engine import PooledEngine
 from .recorder import Recorder, buffer_of
 from .step_parameters import StepParameters
@@ -59,7 +58,8 @@ class VulkanEngine(PooledEngine):
     """Records ops as dispatches and runs them on one device.
 
     device: index, name or UUID of the device; None takes VKFOLD_DEVICE, else the best one there is.
-    block_bytes: size of the pools' blocks, 128 MiB unless given. budget_bytes: most device memory to reserve; None asks the driver.
+    block_bytes: most bytes of a pool's block, 32 MiB unless given. budget_bytes: most device memory to reserve; None
+    asks the driver.
 
     Raises VulkanUnavailableError where no device fits, with what is missing and what would supply it. Not thread-safe:
     one engine belongs to one thread at a time.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ..engine.allocation_ledger import GRADIENTS
 from ..engine.compute_engine import ComputeEngine
 from ..engine.tensor import Tensor
 
@@ -49,7 +50,7 @@ class Parameter:
 
     def initialize(self, name: str, seed: int) -> None:
         """Fill with starting values that depend on (name, seed, init, std, shape) and on nothing else."""
-        if self.engine.name == "plan":  # nothing is stored there: a 70B model is planned without drawing its weights
+        if not self.engine.computes:  # a 70B model is planned without drawing its weights
             return
         if self.init == "normal":
             words = np.frombuffer(hashlib.sha256(name.encode()).digest(), np.uint32)
@@ -64,6 +65,7 @@ class Parameter:
         """Where to write the gradient, and whether to add to what is there (False: it is undefined, overwrite it)."""
         if self.grad is None:
             self.grad = self.engine.empty(self.shape)
+            self.engine.note_kind(self.grad, GRADIENTS)
             return self.grad, False
         return self.grad, True
 

@@ -23,6 +23,7 @@ from vkfold.memory_pool import (
     OutOfBlockMemory,
     PoolExhaustedError,
     PoolRange,
+    fitted_block_bytes,
     pool_debug_stats,
 )
 
@@ -74,7 +75,10 @@ class IntervalOracle:
             if total - position >= size:
                 live.append((position, position + size))
                 return sequence, position, size
-        self.blocks[self.sequence] = (max(size, self.block_bytes), [(0, size)])
+        total = max(size, self.block_bytes)
+        if 16 * size >= self.block_bytes:
+            total -= total % size  # whole multiples of the request fill it
+        self.blocks[self.sequence] = (total, [(0, size)])
         self.sequence += 1
         return self.sequence - 1, 0, size
 
@@ -242,19 +246,31 @@ def test_exhaustion_and_fragmentation_are_told_apart() -> None:
 
 def test_blocks_shrink_before_the_pool_gives_up() -> None:
     source = LimitedSource(200 * MIB)
-    pool = BlockPool(source)
+    pool = BlockPool(source, block_bytes=128 * MIB)
     held = [pool.allocate(20 * MIB) for _ in range(9)]
-    assert source.sizes == [128 * MIB, 64 * MIB]
-    with pytest.raises(PoolExhaustedError, match="the source has 8388608 bytes left"):
-        pool.allocate(13 * MIB)
-    assert pool.allocate(8 * MIB).block.sequence == 0  # what was left of the first block
+    assert source.sizes == [120 * MIB, 60 * MIB]
+    with pytest.raises(PoolExhaustedError, match="the source has 20971520 bytes left"):
+        pool.allocate(21 * MIB)
     assert pool.allocate(5 * MIB).block.sequence == 2
-    assert source.sizes[2:] == [8 * MIB]
+    assert source.sizes[2:] == [16 * MIB]
     assert len(held) == 9
-    within = BlockPool(NullBlockSource(), budget_bytes=130 * MIB)
+    within = BlockPool(NullBlockSource(), block_bytes=128 * MIB, budget_bytes=130 * MIB)
     within.allocate(100 * MIB)
-    assert within.allocate(30 * MIB - 2 * MIB).block.sequence == 0
-    assert within.allocate(2 * MIB).block.nbytes == 2 * MIB
+    assert within.allocate(28 * MIB).block.nbytes == 30 * MIB
+    assert within.allocate(2 * MIB).block.sequence == 1
+
+
+def test_blocks_are_filled_by_multiples_of_what_asked_for_them() -> None:
+    """24 and 12 MiB tensors leave nothing empty; small requests share full blocks; sizes rounded to the alignment."""
+    source = LimitedSource(2**50)
+    pool = BlockPool(source, block_bytes=32 * MIB)
+    for size in (24, 12, 12, 32, 33):
+        pool.allocate(size * MIB)
+    assert source.sizes == [24 * MIB, 24 * MIB, 32 * MIB, 33 * MIB]
+    assert pool.allocate(2 * MIB - 256).block.nbytes == 32 * MIB
+    assert fitted_block_bytes(2 * MIB, 32 * MIB) == 32 * MIB
+    assert fitted_block_bytes(3 * MIB, 32 * MIB) == 30 * MIB
+    assert fitted_block_bytes(256, 32 * MIB) == 32 * MIB
 
 
 def test_larger_than_a_block_gets_one_of_its_exact_size() -> None:
