@@ -171,6 +171,8 @@ def saved(text: Path, tmp_path: Path) -> Path:
 def test_resume_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "does not exist" in message_of(capsys, "--resume", tmp_path / "absent")
     assert "no save in" in message_of(capsys, "--resume", tmp_path)
+    assert "no save in" in message_of(capsys, "--save", tmp_path, "--resume")
+    assert "--resume from where?" in message_of(capsys, *SMALL, "--resume")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"])

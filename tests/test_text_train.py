@@ -77,7 +77,7 @@ def test_one_step_at_a_time(text: Path, tmp_path: Path) -> None:
     train(text, *RUN, "--engine", "cpu", "--max-steps", "12", "--save", straight)
     train(text, *RUN, "--engine", "cpu", "--max-steps", "1", "--schedule-steps", "12", "--save", single)
     for step in range(2, 13):
-        train("--resume", single, "--max-steps", step, "--keep", "2")
+        train(text, "--save", single, "--resume", "--max-steps", step, "--keep", "2")
     assert losses(single) == losses(straight)
     assert hashes(single) == hashes(straight)
     assert len(list(single.glob("step-*"))) == 2

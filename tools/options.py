@@ -40,13 +40,16 @@ def option(
     choices: Sequence[str] | None = None,
     rule: Rule | None = None,
     repeated: bool = False,
+    bare: Any = None,
 ) -> Any:
     """A dataclass field that is an option.
 
     kind: int, float, str or bool. rule: what a value must be, in words, and the test of it. repeated: the program's
-    positional arguments. A default of None means "worked out from the others" and is not checked.
+    positional arguments. bare: what the option given without a value means, where that is allowed. A default of None
+    means "worked out from the others" and is not checked.
     """
-    metadata = {"kind": kind, "help": help, "group": group, "choices": choices, "rule": rule, "repeated": repeated}
+    metadata = {"kind": kind, "help": help, "group": group, "choices": choices, "rule": rule}
+    metadata |= {"repeated": repeated, "bare": bare}
     if repeated:
         return dataclasses.field(default_factory=list, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -109,6 +112,8 @@ def _add_argument(parser: argparse.ArgumentParser, groups: dict[str, Any], field
         settings |= {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
         if data["choices"]:
             settings |= {"choices": data["choices"], "metavar": "{" + ",".join(data["choices"]) + "}"}
+        if data["bare"] is not None:
+            settings |= {"nargs": "?", "const": data["bare"]}
     group.add_argument(flag(field.name), **settings)
 
 

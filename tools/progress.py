@@ -23,24 +23,23 @@ class Progress:
         self._start = time.monotonic()
         self._bar: Any = None
         if sys.stdout.isatty():
-            from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, TextColumn
             from rich.progress import Progress as RichProgress
 
-            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(20))
-            columns += (TextColumn("{task.description}"), TextColumn("ETA"), TimeRemainingColumn())  # type: ignore[assignment]
-            self._bar = RichProgress(*columns, transient=True)
+            numbers, values = TextColumn("step {task.completed}/{task.total}"), TextColumn("{task.description}")
+            self._bar = RichProgress(numbers, BarColumn(8), values, transient=True)
             self._task = self._bar.add_task("", total=num_steps, completed=first_step)
             self._bar.start()
 
     def step(self, step: int, loss: float, learning_rate: float, grad_norm: float, tokens_per_s: float) -> None:
         """Step number `step` (from 1) is done."""
+        left = (time.monotonic() - self._start) / (step - self._first) * (self._total - step)
         text = f"loss {loss:.4f}  lr {learning_rate:.2e}  grad {grad_norm:.3f}  {tokens_per_s:,.0f} tokens/s"
+        text += f"  ETA {timedelta(seconds=round(left))}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
         elif step % self._interval == 0 or step in (self._first + 1, self._total):
-            done = step - self._first
-            left = (time.monotonic() - self._start) / done * (self._total - step)
-            self.say(f"step {step}/{self._total}  {text}  ETA {timedelta(seconds=round(left))}")
+            self.say(f"step {step}/{self._total}  {text}")
 
     def say(self, text: str) -> None:
         """A line of text above the live one."""

@@ -100,7 +100,13 @@ class RunConfig:
         int, 0, "steps from one save to the next; 0 is at the end only", group=RUN, rule=NOT_NEGATIVE
     )
     keep: int = option(int, 0, "newest saves to keep; 0 is all", group=RUN, rule=NOT_NEGATIVE)
-    resume: str | None = option(str, None, "go on from a folder of saves, or from one save in it", group=RUN)
+    resume: str | None = option(
+        str,
+        None,
+        "go on from a folder of saves or from one save in it; alone: from the --save folder",
+        group=RUN,
+        bare="",
+    )
     sample: int = option(int, 0, "tokens of text to generate at the end", group=RUN, rule=NOT_NEGATIVE)
     prompt: str = option(str, "", "text that the sample goes on from", group=RUN)
     config: str | None = option(str, None, "TOML or JSON file with the same names; the command line wins", group=RUN)

@@ -42,6 +42,9 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
     with ExitStack() as stack:
         save, state = None, None
         if config.resume is not None:
+            config.resume = config.resume or config.save
+            if config.resume is None:
+                raise BadInputError("--resume from where? Give it a folder of saves, or give --save")
             save = open_save(Path(config.resume))
             state = RunState.of(save)
             config = resumed_config(config, given, state.config)
