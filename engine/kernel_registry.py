@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import pkgutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from . import switches
@@ -16,6 +19,7 @@ from .op import OPS
 
 SHIPPED_DIR = SHADER_DIR / "spirv"
 _MAGIC = b"\x03\x02\x23\x07"
+_CHECKSUM_BYTES = 32
 _loaded: dict[str, bytes] = {}
 
 
@@ -26,18 +30,17 @@ def spirv_for(kernel: Kernel) -> bytes:
     """
     found = _loaded.get(kernel.digest)
     if found is None:
-        name = f"{kernel.digest}.spv"
-        found = _read(SHIPPED_DIR / name) or _read(cached_dir() / name)
+        found = _shipped(kernel) or _cached(kernel)
         if found is None:
             found = compile_glsl(kernel.glsl, kernel.name)
-            write_atomically(cached_dir() / name, found)
+            write_atomically(cache_path(kernel), hashlib.sha256(found).digest() + found)
         _loaded[kernel.digest] = found
     return found
 
 
-def cached_dir() -> Path:
-    """Where kernels compiled on this machine are kept."""
-    return switches.cache_folder() / "spirv"
+def cache_path(kernel: Kernel) -> Path:
+    """Where the kernel is kept once compiled on this machine: a SHA-256 of the SPIR-V, then the SPIR-V."""
+    return switches.cache_folder() / "spirv" / f"{kernel.digest}-{_revision()}.spv"
 
 
 def known_kernels() -> Iterator[Kernel]:
@@ -53,22 +56,44 @@ def known_kernels() -> Iterator[Kernel]:
                 yield kernel
 
 
-def _read(path: Path) -> bytes | None:
-    """A SPIR-V file; None when it is missing or damaged."""
+@cache
+def _revision() -> str:
+    """Changes with the code between GLSL and SPIR-V: what another version compiled is not what this one would."""
+    folder = Path(__file__).parent
+    sources = b"".join((folder / name).read_bytes() for name in ("glsl_compiler.py", "spirv.py"))
+    return hashlib.sha256(sources).hexdigest()[:8]
+
+
+def _shipped(kernel: Kernel) -> bytes | None:
+    data = _read(SHIPPED_DIR / f"{kernel.digest}.spv")
+    return data if data[:4] == _MAGIC else None
+
+
+def _cached(kernel: Kernel) -> bytes | None:
+    """From the user's cache; None when missing or damaged (drivers trust SPIR-V and crash on half of one)."""
+    raw = _read(cache_path(kernel))
+    spirv = raw[_CHECKSUM_BYTES:]
+    return spirv if spirv[:4] == _MAGIC and hashlib.sha256(spirv).digest() == raw[:_CHECKSUM_BYTES] else None
+
+
+def _read(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
+        return path.read_bytes()
     except OSError:
-        return None
-    return data if data[:4] == _MAGIC and len(data) % 4 == 0 else None
+        return b""
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a cache file complete or not at all; a cache that cannot be written is no error."""
+    temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         os.replace(temporary, path)
     except OSError as error:
         switches.logger.info("cannot write the cache file %s: %s", path, error)
+        if temporary:
+            with suppress(OSError):
+                os.unlink(temporary)

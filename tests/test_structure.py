@@ -12,7 +12,7 @@ import pytest
 from vkfold.engine import switches
 from vkfold.engine.glsl_compiler import GlslCompileError, compile_glsl
 from vkfold.engine.kernel import Kernel
-from vkfold.engine.kernel_registry import known_kernels
+from vkfold.engine.kernel_registry import known_kernels, spirv_for
 from vkfold.engine.spirv import add_no_contraction, uncontracted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +51,7 @@ def imported_packages(path: Path) -> set[str]:
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "vkfold":
-                    found.add((alias.name.split(".") + ["vkfold"])[1])
+                    found.add(([*alias.name.split("."), "vkfold"])[1])
     return found
 
 
@@ -69,20 +69,20 @@ def test_imports_run_one_way() -> None:
 
 def test_one_file_imports_vulkan() -> None:
     """Everything else goes through it."""
-    users = [p for p in tracked("*.py") if re.search(r"^\s*(import vulkan\b|from vulkan\b)", p.read_text(), re.MULTILINE)]
+    users = [
+        p for p in tracked("*.py") if re.search(r"^\s*(import vulkan\b|from vulkan\b)", p.read_text(), re.MULTILINE)
+    ]
     assert [p.relative_to(ROOT).as_posix() for p in users if "tests" not in p.parts] == ["engine/vulkan_binding.py"]
 
 
 def test_every_switch_is_declared() -> None:
-    """Any VKFOLD_ word in the code, the scripts or the docs is in the table (the virtual environment's is ./run's own)."""
+    """Any VKFOLD_ word in the code, the scripts or the docs is in the table."""
     used: dict[str, Path] = {}
     for path in tracked("*.py", "*.md", "run", ".ci/run"):
         for word in re.findall(r"VKFOLD_[A-Z_]*[A-Z]", path.read_text(encoding="utf-8")):
             used.setdefault(word, path)
     undeclared = {
-        word: path
-        for word, path in used.items()
-        if word not in switches.SWITCHES and word != "VKFOLD_VENV" and "test_switches" not in path.name
+        word: path for word, path in used.items() if word not in switches.SWITCHES and "test_switches" not in path.name
     }
     assert not undeclared, undeclared
 
@@ -90,7 +90,9 @@ def test_every_switch_is_declared() -> None:
 @pytest.mark.parametrize("pattern", ["*.py", "*.comp", "*.glsl"])
 def test_files_stay_small(pattern: str) -> None:
     """Past 500 lines a file is split by idea."""
-    long = {p.relative_to(ROOT).as_posix(): n for p in tracked(pattern) if (n := len(p.read_text().splitlines())) > LONGEST}
+    long = {
+        p.relative_to(ROOT).as_posix(): n for p in tracked(pattern) if (n := len(p.read_text().splitlines())) > LONGEST
+    }
     assert not long, long
 
 
@@ -105,7 +107,7 @@ def test_no_float_operation_may_be_contracted() -> None:
     """Every kernel of the registry: float add, subtract, multiply, divide carry NoContraction."""
     count = 0
     for kernel in known_kernels():
-        spirv = compile_glsl(kernel.glsl, kernel.name)
+        spirv = spirv_for(kernel)
         assert not uncontracted(spirv), kernel
         count += 1
     assert count > 30
@@ -113,7 +115,9 @@ def test_no_float_operation_may_be_contracted() -> None:
 
 def test_the_pass_finds_what_is_not_decorated() -> None:
     """The reader reports an undecorated multiply, and the pass mends it without touching what is decorated."""
-    kernel = Kernel("k", "void main() { args.y.v[0] = args.y.v[1] * args.y.v[2] + 1.0; }", "inout f32 y, uint n", local_size=1)
+    kernel = Kernel(
+        "k", "void main() { args.y.v[0] = args.y.v[1] * args.y.v[2] + 1.0; }", "inout f32 y, uint n", local_size=1
+    )
     spirv = compile_glsl(kernel.glsl)
     words = memoryview(spirv).cast("I")
     # Undecorate: turn the NoContraction decorations (3 words each) into RelaxedPrecision ones.
