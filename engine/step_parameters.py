@@ -16,9 +16,10 @@ layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer St
     float loss_scale;
     float bias_correction1;
     float bias_correction2;
+    float square_weight;
 };
 """
-_FORMAT = struct.Struct("<IIIIffff")
+_FORMAT = struct.Struct("<IIIIfffff")
 SIZE_BYTES = 256
 
 
@@ -29,6 +30,7 @@ class StepParameters:
     seed: 64-bit seed of the dropout generator. step: optimizer steps done before this one. micro_batch: index within
     the step. learning_rate: of this step. loss_scale: 1 / number of valid tokens of all micro-batches of the step.
     bias_correction1/2: 1 - beta^t of Adam (Kingma & Ba 2015, section 3), worked out in float64 on the host.
+    square_weight: share of the new squares in Adafactor's second moment, 1 - beta2_t.
     """
 
     seed: int = 0
@@ -38,6 +40,7 @@ class StepParameters:
     loss_scale: float = 1.0
     bias_correction1: float = 1.0
     bias_correction2: float = 1.0
+    square_weight: float = 1.0
 
     def pack(self) -> bytes:
         """The bytes of the device buffer."""
@@ -50,4 +53,5 @@ class StepParameters:
             self.loss_scale,
             self.bias_correction1,
             self.bias_correction2,
+            self.square_weight,
         )

@@ -6,6 +6,7 @@ An op's function takes the engine first; as a class attribute it is a method lik
 from __future__ import annotations
 
 from .ops import activation as activation_op
+from .ops import adafactor as adafactor_op
 from .ops import adamw as adamw_op
 from .ops import add as add_op
 from .ops import attention as attention_op
@@ -35,6 +36,7 @@ class OpVerbs:
 
     activation = activation_op.activation
     activation_backward = activation_op.activation_backward
+    adafactor_ = adafactor_op.adafactor_
     adamw_ = adamw_op.adamw_
     add = add_op.add
     add_ = add_op.add_

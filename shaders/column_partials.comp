@@ -1,5 +1,5 @@
 // First stage of a sum over rows: invocation (chunk, four columns) adds the rows of its chunk in order.
-// KIND 0: x.  KIND 1: dy * (x * rstd).  KIND 2: dy * ((x - mean) * rstd), and dy into a second array of partials.
+// KIND 0: x.  KIND 3: x * x.  KIND 1: dy * (x * rstd).  KIND 2: dy * ((x - mean) * rstd), and dy into a second array of partials.
 #include "rows.glsl"
 
 void main() {
@@ -17,6 +17,8 @@ void main() {
         vec4 x = load4(args.x, row * cols, c, cols);
 #if KIND == 0
         sum += x;
+#elif KIND == 3
+        sum = fma(x, x, sum);
 #else
         vec4 dy = load4(args.dy, row * cols, c, cols);
 #if KIND == 1
