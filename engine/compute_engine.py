@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .dtypes import check_dtype, dtype_of_array, numpy_dtype
+from .host_copy import HostCopy
 from .op import Cost, Op
 from .step_parameters import StepParameters
 from .tensor import Tensor, TensorSpec
@@ -41,6 +42,8 @@ class ComputeEngine(OpVerbs, ABC):
     def __init__(self) -> None:
         self._rules: dict[Any, Rule] = {}
         self.step_parameters = StepParameters()
+        self.offloaded_bytes = 0  # copied to host memory by `offload` so far
+        self.restored_bytes = 0  # copied back by `restore` so far
         self.closed = False
 
     # -- ops ---------------------------------------------------------------------------------------------------------
@@ -139,6 +142,35 @@ class ComputeEngine(OpVerbs, ABC):
         """Values that ops recorded from now on read: seed, step, micro-batch, learning rate, ..."""
         self.step_parameters = parameters
 
+    # -- host memory -------------------------------------------------------------------------------------------------
+    def offload(self, tensor: Tensor) -> HostCopy:
+        """Copy a tensor's values to host memory; give the tensor up afterwards to free its device memory.
+
+        Does not wait: the copy takes place in the order of recording.
+        """
+        copy = self._copy_to_host(tensor)
+        self.offloaded_bytes += tensor.nbytes
+        return copy
+
+    def restore(self, copy: HostCopy) -> Tensor:
+        """A tensor with the values that were offloaded. Does not wait.
+
+        As long as that tensor exists, restoring again returns it and copies nothing.
+        """
+        tensor = copy.restored
+        if tensor is None:
+            tensor = copy.restored = self._copy_from_host(copy)
+            self.restored_bytes += tensor.nbytes
+        return tensor
+
+    @abstractmethod
+    def _copy_to_host(self, tensor: Tensor) -> HostCopy:
+        """Carry out `offload`."""
+
+    @abstractmethod
+    def _copy_from_host(self, copy: HostCopy) -> Tensor:
+        """Carry out `restore`."""
+
     # -- memory ------------------------------------------------------------------------------------------------------
     def note_kind(self, tensor: Tensor, kind: str, label: str = "") -> None:
         """Say what a tensor is for, where an allocation ledger listens; nothing elsewhere."""
@@ -150,7 +182,7 @@ class ComputeEngine(OpVerbs, ABC):
 
     @abstractmethod
     def pool_stats(self) -> dict[str, Any]:
-        """Statistics of each pool by name. Never empty."""
+        """Statistics of each pool by name. Never empty. "host" (of `offload`) is there once it was used."""
 
     @abstractmethod
     def reset_peak(self) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from ..memory_pool import DirectLedger
 from .compute_engine import ComputeEngine
 from .dtypes import numpy_dtype
+from .host_copy import HostCopy
 from .op import Op
 from .tensor import Storage, Tensor, TensorSpec
 
@@ -28,6 +29,7 @@ class CpuEngine(ComputeEngine):
         self.name = "cpu" if dtype == "float32" else "cpu-float64"
         self._float = np.dtype(dtype)
         self.ledger = DirectLedger()
+        self.host_ledger = DirectLedger()  # of `offload`
         self._in_batch = False
 
     def _held_dtype(self, dtype: str) -> Any:
@@ -79,6 +81,17 @@ class CpuEngine(ComputeEngine):
         """A copy of the tensor's values (float64 on the oracle)."""
         return self._view(tensor).copy()
 
+    def _copy_to_host(self, tensor: Tensor) -> HostCopy:
+        held = self._view(tensor).copy()
+        self.host_ledger.allocate(held.nbytes)
+        return HostCopy(tensor.spec, Storage(held, held.nbytes, 0, self._give_back_host))
+
+    def _give_back_host(self, storage: Storage) -> None:
+        self.host_ledger.free(storage.nbytes)
+
+    def _copy_from_host(self, copy: HostCopy) -> Tensor:
+        return self._wrap(copy.spec, copy.storage.handle.copy())
+
     def begin_batch(self) -> None:
         """Marks a batch; ops run at once all the same."""
         if self._in_batch:
@@ -93,9 +106,13 @@ class CpuEngine(ComputeEngine):
         self._in_batch = False
 
     def pool_stats(self) -> dict[str, Any]:
-        """The ledger of host allocations, under "direct"."""
-        return {"direct": self.ledger.stats()}
+        """The ledger of arrays, under "direct"; that of offloaded ones under "host", once there was one."""
+        stats = {"direct": self.ledger.stats()}
+        if self.host_ledger.total_blocks:
+            stats["host"] = self.host_ledger.stats()
+        return stats
 
     def reset_peak(self) -> None:
         """Start the peak anew from what is live."""
         self.ledger.reset_peak()
+        self.host_ledger.reset_peak()

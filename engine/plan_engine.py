@@ -18,14 +18,14 @@ from .tensor import Tensor
 class PlanEngine(PooledEngine):
     """Plans a step of any model on any machine: same ops, same allocations as VulkanEngine, nothing computed.
 
-    `computes` is False, so parameters skip drawing their starting values and a model of 70 billion parameters is planned
-    in seconds. `cost` is the sum over all ops so far; `counts` how often each op ran. Downloads give zeros.
+    `computes` is False, so parameters skip drawing their starting values and a model of 70 billion parameters is
+    planned in seconds. `cost` is the sum over all ops so far; `counts` how often each op ran. Downloads give zeros.
     """
 
     computes = False
 
     def __init__(self, *, block_bytes: int = DEFAULT_BLOCK_BYTES) -> None:
-        super().__init__(NullBlockSource(), block_bytes=block_bytes)
+        super().__init__(NullBlockSource(), NullBlockSource(), block_bytes=block_bytes)
         self.name = "plan"
         self.cost = Cost(0, 0, 0)
         self.counts: dict[str, int] = {}

@@ -10,24 +10,27 @@ from typing import Any
 from ..memory_pool import BlockPool, PoolExhaustedError, PoolRange, PoolStats
 from .allocation_ledger import AllocationLedger
 from .compute_engine import ComputeEngine, Rule
+from .host_copy import HostCopy
 from .op import Op
 from .tensor import Storage, Tensor, TensorSpec
 
-STEP, PARAMETER = "step", "parameter"
+STEP, PARAMETER, HOST = "step", "parameter", "host"
 
 
 class PooledEngine(ComputeEngine):
     """Allocates outputs and temporaries of ops from two pools: parameters and moments, and what one step needs.
 
+    Offloaded tensors lie in a third pool, of host memory, whose bytes are never counted with the others'.
     Subclasses say where blocks come from and what launching means.
     """
 
-    def __init__(self, source: Any, *, block_bytes: int) -> None:
+    def __init__(self, source: Any, host_source: Any, *, block_bytes: int) -> None:
         super().__init__()
         self.pools = {
             STEP: BlockPool(source, block_bytes=block_bytes, name=STEP),
             PARAMETER: BlockPool(source, block_bytes=block_bytes, name=PARAMETER),
         }
+        self.host_pool = BlockPool(host_source, block_bytes=block_bytes, name=HOST)
         self._pool = self.pools[STEP]
         self.guard_bytes = 0  # around every tensor; VKFOLD_DEBUG
         self.ledger: AllocationLedger | None = None  # hears of every op while one is attached
@@ -97,14 +100,44 @@ class PooledEngine(ComputeEngine):
         if self.ledger is not None:
             self.ledger.label(tensor, kind, label)
 
+    # -- host memory -------------------------------------------------------------------------------------------------
+    def _copy_to_host(self, tensor: Tensor) -> HostCopy:
+        try:
+            range_ = self.host_pool.allocate(tensor.nbytes)
+        except PoolExhaustedError:  # idle blocks may wait for a fence
+            self.host_pool.release_idle_blocks(keep_retained=False)
+            self._recover_memory()
+            range_ = self.host_pool.allocate(tensor.nbytes)
+        storage = Storage(range_, tensor.nbytes, 0, self._give_back_host)
+        self._record_offload(tensor, range_)
+        return HostCopy(tensor.spec, storage)
+
+    def _give_back_host(self, storage: Storage) -> None:
+        if not self.closed:
+            self.host_pool.free(storage.handle)
+
+    def _copy_from_host(self, copy: HostCopy) -> Tensor:
+        tensor = self._allocate(copy.spec)
+        self._record_restore(copy.storage.handle, tensor)
+        return tensor
+
+    def _record_offload(self, tensor: Tensor, range_: PoolRange) -> None:
+        """Record the copy of a tensor into a range of the host pool."""
+
+    def _record_restore(self, range_: PoolRange, tensor: Tensor) -> None:
+        """Record the copy of a range of the host pool into a tensor."""
+
     # -- statistics --------------------------------------------------------------------------------------------------
     def pool_stats(self) -> dict[str, PoolStats]:
-        """Statistics of the step pool and the parameter pool."""
-        return {name: pool.stats() for name, pool in self.pools.items()}
+        """Statistics of the step pool and the parameter pool, and of the host pool once something was offloaded."""
+        stats = {name: pool.stats() for name, pool in self.pools.items()}
+        if self.host_pool.total_blocks:
+            stats[HOST] = self.host_pool.stats()
+        return stats
 
     def reset_peak(self) -> None:
         """Start the peaks anew from what is live."""
-        for pool in self.pools.values():
+        for pool in (*self.pools.values(), self.host_pool):
             pool.reset_peak()
 
     def set_retain_free_bytes(self, nbytes: int) -> None:
@@ -113,4 +146,4 @@ class PooledEngine(ComputeEngine):
 
     def release_idle_pool_blocks(self) -> int:
         """Return wholly idle blocks to the driver, except the retained bytes. Returns the bytes given back."""
-        return sum(pool.release_idle_blocks() for pool in self.pools.values())
+        return sum(pool.release_idle_blocks() for pool in (*self.pools.values(), self.host_pool))

@@ -159,12 +159,14 @@ class Recorder:
 
     def copy(self, source: Tensor, target: Tensor, nbytes: int) -> None:
         """Record copying bytes from the start of one tensor to the start of another."""
+        self.copy_buffer(*buffer_of(source), *buffer_of(target), nbytes)
+
+    def copy_buffer(self, source: Buffer, source_offset: int, target: Buffer, target_offset: int, nbytes: int) -> None:
+        """Record copying bytes from one buffer to another."""
         if nbytes:
-            source_buffer, source_offset = buffer_of(source)
-            target_buffer, target_offset = buffer_of(target)
             commands = (self._current or self._open()).commands
             commands.barrier()
-            commands.copy(source_buffer.handle, source_offset, target_buffer.handle, target_offset, nbytes)
+            commands.copy(source.handle, source_offset, target.handle, target_offset, nbytes)
 
     # -- host data ---------------------------------------------------------------------------------------------------
     def write(self, buffer: Buffer, offset: int, data: Any) -> None:

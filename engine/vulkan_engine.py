@@ -14,6 +14,7 @@ from .debug_checks import GUARD_BYTES, MemoryChecks
 from .device_choice import choose_device
 from .dtypes import numpy_dtype
 from .errors import OutOfDeviceMemoryError
+from .host_memory import available_bytes
 from .kernel import Kernel
 from .op import Op
 from .pooled_engine import PooledEngine
@@ -24,10 +25,16 @@ from .vulkan_api import Buffer, Device, Instance
 
 
 class VulkanBlockSource:
-    """Blocks of device memory for the pools, within the device's budget; returned ones die after the open batch."""
+    """Blocks of memory for the pools, within a budget; returned ones die after the open batch.
 
-    def __init__(self, device: Device, recorder: Recorder, budget_bytes: int) -> None:
+    host_visible: of host memory that the device can copy to and from, else of device memory.
+    """
+
+    def __init__(
+        self, device: Device, recorder: Recorder, budget_bytes: int, *, host_visible: bool = False
+    ) -> None:
         self.device = device
+        self.host_visible = host_visible
         self.recorder = recorder
         self.budget_bytes = budget_bytes
         self.reserved_bytes = 0
@@ -42,7 +49,7 @@ class VulkanBlockSource:
                 f"{nbytes} bytes more than {self.reserved_bytes} reserved would pass the budget of {self.budget_bytes}"
             )
         try:
-            buffer = self.device.create_buffer(nbytes, host_visible=False)
+            buffer = self.device.create_buffer(nbytes, host_visible=self.host_visible)
         except OutOfDeviceMemoryError as error:
             raise OutOfBlockMemory(str(error)) from error
         self.reserved_bytes += nbytes
@@ -88,7 +95,8 @@ class VulkanEngine(PooledEngine):
         self.source = VulkanBlockSource(self.device, self.recorder, budget)
         if block_bytes is None:  # the strictest debug level copies all blocks around every op
             block_bytes = DEFAULT_BLOCK_BYTES if self.debug < 3 else 2**20
-        super().__init__(self.source, block_bytes=block_bytes)
+        host_source = VulkanBlockSource(self.device, self.recorder, available_bytes(), host_visible=True)
+        super().__init__(self.source, host_source, block_bytes=block_bytes)
         self.name = physical.name
         self._in_batch = False
         self._step_buffer = self.device.create_buffer(step_parameters.SIZE_BYTES, host_visible=False)
@@ -162,6 +170,12 @@ class VulkanEngine(PooledEngine):
         raw = self.recorder.read(buffer, offset, tensor.nbytes)
         return np.frombuffer(raw, numpy_dtype(tensor.dtype)).reshape(tensor.shape)
 
+    def _record_offload(self, tensor: Tensor, range_: PoolRange) -> None:
+        self.recorder.copy_buffer(*buffer_of(tensor), range_.block.handle, range_.offset, tensor.nbytes)
+
+    def _record_restore(self, range_: PoolRange, tensor: Tensor) -> None:
+        self.recorder.copy_buffer(range_.block.handle, range_.offset, *buffer_of(tensor), tensor.nbytes)
+
     # -- batches -----------------------------------------------------------------------------------------------------
     def begin_batch(self) -> None:
         """Start recording. Raises RuntimeError inside a batch."""
@@ -202,7 +216,7 @@ class VulkanEngine(PooledEngine):
         self.recorder.close()
         if self._checks is not None:
             self._checks.close()
-        for pool in self.pools.values():
+        for pool in (*self.pools.values(), self.host_pool):
             pool.destroy()
         self.device.destroy_buffer(self._step_buffer)
         self.device.destroy()
