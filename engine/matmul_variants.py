@@ -39,12 +39,16 @@ def _major(driver_info: str) -> int:
 
 
 class Variant(NamedTuple):
-    """A tile of tm rows by tn columns a lane. speed: relative rate of FMAs when its tile is full."""
+    """A tile of tm rows by tn columns a lane. speed: relative rate of FMAs when its tile is full.
+
+    least_work: products below this many multiply-adds leave it aside, because its compilation would not pay.
+    """
 
     tm: int
     tn: int
     subgroups: int
     speed: float
+    least_work: int = 0
 
     @property
     def name(self) -> str:
@@ -53,7 +57,7 @@ class Variant(NamedTuple):
 
 
 # Speeds were measured at 512 x 512 x 512; only their ratios matter.
-_LAVAPIPE_OLD = (Variant(32, 4, 1, 1.0), Variant(16, 4, 1, 0.9), Variant(8, 4, 1, 0.7), Variant(4, 4, 1, 0.5))
+_LAVAPIPE_OLD = (Variant(32, 4, 1, 1.0, 2**25), Variant(16, 4, 1, 0.9), Variant(8, 4, 1, 0.7), Variant(4, 4, 1, 0.5))
 _LAVAPIPE = (Variant(8, 8, 1, 1.0), Variant(16, 4, 1, 0.9), Variant(8, 4, 1, 0.8), Variant(4, 4, 1, 0.5))
 _SWIFTSHADER = (Variant(16, 8, 1, 1.0), Variant(8, 8, 1, 0.9), Variant(8, 4, 1, 0.8), Variant(4, 4, 1, 0.5))
 _GPU = (
@@ -95,7 +99,7 @@ def forced_variant(name: str) -> Iterator[None]:
         _forced.pop()
 
 
-def choose(device: Capabilities, batch: int, m: int, n: int) -> Variant:
+def choose(device: Capabilities, batch: int, m: int, n: int, k: int) -> Variant:
     """The variant with the least estimated time. Raises ValueError when a forced one is not in the family.
 
     Estimate: tiles are worked through `parallel` at a time, and a tile takes its area over its speed. So padding at the
@@ -114,4 +118,5 @@ def choose(device: Capabilities, batch: int, m: int, n: int) -> Variant:
         tiles = batch * -(-m // variant.tm) * -(-n // width)
         return -(-tiles // parallel) * variant.tm * width / variant.speed
 
-    return min(family, key=seconds)
+    work = batch * m * n * k
+    return min((variant for variant in family if variant.least_work <= work), key=seconds)

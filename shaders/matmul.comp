@@ -2,9 +2,9 @@
 // TM x TN sums in registers. Columns of B are loaded by the lane that owns them, values of A by one lane each (16 bytes
 // at a time) and spread by broadcast: a value is loaded once a subgroup, and there is no barrier.
 //
-// Every element of C is one chain fma(a[k], b[k], sum) over k = 0, 1, 2, ... from 0, whatever the tile: equal bits.
-// A long k comes in slices k_begin .. k_end - 1, each a dispatch that continues the sums of the one before (lavapipe 22.3
-// ends loops after 65,535 rounds, counted over all loops of an invocation).
+// Every element of C is one chain fma(a[k], b[k], sum) over k = 0, 1, 2, ... from 0, or with CONTINUE from what C holds,
+// whatever the tile: equal bits. A long k comes in slices k_begin .. k_end - 1, a dispatch each, because lavapipe 22.3
+// silently ends loops after 65,535 rounds, counted over all loops of an invocation.
 // Rows and columns beyond the matrix are clamped to the last one when loading and not stored.
 //
 // SIZE: lanes of a subgroup. TM: rows of a tile, a multiple of 4. TN: columns a lane, 1 or 4 * NUM_VECTORS.
@@ -38,7 +38,7 @@
 #define B_STEP (BLOCK * n)
 #endif
 
-const uint BIAS = 1u, RESIDUAL = 2u, ACCUMULATE = 4u, CONTINUE = 8u;
+const uint BIAS = 1u, RESIDUAL = 2u, CONTINUE = 4u;
 
 vec4 load_row(F32 p, uint i) {
 #if VEC4
@@ -122,9 +122,9 @@ void main() {
 #define CLEAR(r, v) sums[r * NUM_VECTORS + v] = COLUMNS(0.0);
 #define CLEAR_VECTOR(v, _) EACH_ROW(CLEAR, v)
     EACH_VECTOR(CLEAR_VECTOR, 0)
-#define OLD(p, r, v) load_columns(p, c_start + (row0 + r) * n, col0 + v * (WIDTH * SIZE), n - 1u)
     if ((args.flags & CONTINUE) != 0u) {
-#define RESUME(r, v) if (r < num_rows) sums[r * NUM_VECTORS + v] = OLD(args.partial, r, v);
+#define RESUME(r, v) if (r < num_rows) sums[r * NUM_VECTORS + v] = \
+        load_columns(args.c, c_start + (row0 + r) * n, col0 + v * (WIDTH * SIZE), n - 1u);
 #define RESUME_VECTOR(v, _) EACH_ROW(RESUME, v)
         EACH_VECTOR(RESUME_VECTOR, 0)
     }
@@ -183,11 +183,6 @@ void main() {
 #endif
     }
 
-    if ((args.flags & ACCUMULATE) != 0u) {
-#define ADD_OLD(r, v) if (r < num_rows) sums[r * NUM_VECTORS + v] = OLD(args.c, r, v) + sums[r * NUM_VECTORS + v];
-#define ADD_OLD_VECTOR(v, _) EACH_ROW(ADD_OLD, v)
-        EACH_VECTOR(ADD_OLD_VECTOR, 0)
-    }
 #define STORE(r, v) if (r < num_rows) \
         store_columns(args.c, c_start + (row0 + r) * n, col0 + v * (WIDTH * SIZE), n, sums[r * NUM_VECTORS + v]);
 #define STORE_VECTOR(v, _) EACH_ROW(STORE, v)

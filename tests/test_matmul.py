@@ -134,7 +134,7 @@ def test_epilogue(vulkan: VulkanEngine, oracle: CpuEngine, activation: str | Non
 
 @pytest.mark.parametrize("m,n,k", [(33, 40, 16), (7, 13, 9), (4, 4, 2)])
 def test_out_and_accumulate(vulkan: VulkanEngine, m: int, n: int, k: int) -> None:
-    """out is overwritten, whatever it held; accumulate adds to it."""
+    """out is overwritten, whatever it held; accumulate adds to it, like the front of a longer sum."""
     a, b = operands(m, n, k, True, False)
     x, y = vulkan.tensor(a), vulkan.tensor(b)
     product = vulkan.matmul(x, y, trans_a=True).numpy()
@@ -142,7 +142,8 @@ def test_out_and_accumulate(vulkan: VulkanEngine, m: int, n: int, k: int) -> Non
     assert vulkan.matmul(x, y, trans_a=True, out=out) is out
     assert np.array_equal(out.numpy(), product)
     vulkan.matmul(x, y, trans_a=True, out=out, accumulate=True)
-    assert np.array_equal(out.numpy(), product + product)
+    longer = [vulkan.tensor(np.concatenate([part, part])) for part in (a, b)]
+    assert np.array_equal(out.numpy(), vulkan.matmul(*longer, trans_a=True).numpy())
 
 
 def test_writes_nothing_else(vulkan: VulkanEngine) -> None:
@@ -211,14 +212,14 @@ def test_choice_is_by_shape_and_device() -> None:
     old, gpu = Capabilities(8, True, "llvmpipe", 22), Capabilities(32, False, "a GPU", 1)
     for device in (old, Capabilities(8, True, "llvmpipe", 25), Capabilities(4, True, "SwiftShader", 5), gpu):
         family = variants(device)
-        assert choose(device, 1, 4096, 4096) == max(family, key=lambda variant: variant.speed)
-        small = choose(device, 1, 4, 8)
+        assert choose(device, 1, 4096, 4096, 64) == max(family, key=lambda variant: variant.speed)
+        small = choose(device, 1, 4, 8, 64)
         assert small.tm * small.tn < family[0].tm * family[0].tn
-        assert choose(device, 1, 4, 8) == small
-    assert choose(gpu, 64, 512, 512).tm >= choose(gpu, 1, 64, 64).tm
-    assert isinstance(choose(old, 1, 64, 64), Variant)
+        assert choose(device, 1, 4, 8, 64) == small
+    assert choose(gpu, 64, 512, 512, 64).tm >= choose(gpu, 1, 64, 64, 64).tm
+    assert isinstance(choose(old, 1, 64, 64, 64), Variant)
     with forced_variant("7x7"), pytest.raises(ValueError, match=r"no matmul variant '7x7'.*8x4"):
-        choose(old, 1, 64, 64)
+        choose(old, 1, 64, 64, 64)
 
 
 @pytest.mark.parametrize(

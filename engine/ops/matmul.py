@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from ..recorder import Recorder
 
 _ARGS = (
-    "in f32 a, in f32 b, inout f32 c, in f32 bias, in f32 residual, in f32 partial, uint m, uint n, uint k, "
-    "uint k_begin, uint k_end, uint batch, uint stride_a, uint stride_b, uint tiles_m, uint tiles_n, uint activation, "
+    "in f32 a, in f32 b, inout f32 c, in f32 bias, in f32 residual, uint m, uint n, uint k, uint k_begin, "
+    " uint k_end, uint batch, uint stride_a, uint stride_b, uint tiles_m, uint tiles_n, uint activation, "
     "uint flags"
 )
-_BIAS, _RESIDUAL, _ACCUMULATE, _CONTINUE = 1, 2, 4, 8  # bits of `flags`
+_BIAS, _RESIDUAL, _CONTINUE = 1, 2, 4  # bits of `flags`
 _MAX_SLICE = 2**17  # of k in one dispatch: 32,768 rounds of the kernel's loop at most
 
 
@@ -124,13 +124,6 @@ class MatmulOp(Op):
             raise ValueError("matmul: accumulate=True needs out, the tensor to add to")
         return (TensorSpec(shape.out),)
 
-    def scratch(self, *specs: TensorSpec | None, **settings: Any) -> Sequence[TensorSpec]:
-        """A place for partial sums where k comes in slices and the old values of out are still wanted."""
-        a, b, *_ = specs
-        assert a is not None and b is not None
-        shape = _Shape(a, b, settings["trans_a"], settings["trans_b"])
-        return (TensorSpec(shape.out),) if settings["accumulate"] and shape.k > _MAX_SLICE else ()
-
     def flops(self, a: TensorSpec, b: TensorSpec, *rest: Any, trans_a: bool, trans_b: bool, **settings: Any) -> int:
         shape = _Shape(a, b, trans_a, trans_b)
         return 2 * shape.batch * shape.m * shape.n * shape.k
@@ -179,7 +172,7 @@ class MatmulOp(Op):
         shape = _Shape(a.spec, b.spec, trans_a, trans_b)
         if not shape.batch * shape.m * shape.n:
             return
-        variant = choose(Capabilities.of(gpu), shape.batch, shape.m, shape.n)
+        variant = choose(Capabilities.of(gpu), shape.batch, shape.m, shape.n, shape.k)
         rows = (shape.m if trans_a else shape.k, shape.k if trans_b else shape.n, shape.n)
         pointers = [t.address for t in (a, b, c, bias, residual) if t is not None]
         vec4 = not any(cols % 4 for cols in rows) and not any(address % 16 for address in pointers)
@@ -187,8 +180,7 @@ class MatmulOp(Op):
         tiles_m, tiles_n = -(-shape.m // variant.tm), -(-shape.n // (variant.tn * gpu.subgroup_size))
         subgroups = kernel.workgroup_size(gpu.subgroup_size, gpu.max_invocations) // gpu.subgroup_size
         groups = -(-shape.batch * tiles_m * tiles_n // subgroups)
-        final = _BIAS * (bias is not None) | _RESIDUAL * (residual is not None) | _ACCUMULATE * accumulate
-        partial = outputs[-1] if outputs else c  # sums of the slices but the last
+        final = _BIAS * (bias is not None) | _RESIDUAL * (residual is not None)
         for begin in range(0, shape.k or 1, _MAX_SLICE):
             end = min(begin + _MAX_SLICE, shape.k)
             last = end == shape.k
@@ -197,10 +189,9 @@ class MatmulOp(Op):
                 groups,
                 a,
                 b,
-                c if last else partial,
+                c,
                 c if bias is None else bias,
                 c if residual is None else residual,
-                partial,
                 shape.m,
                 shape.n,
                 shape.k,
@@ -212,7 +203,7 @@ class MatmulOp(Op):
                 tiles_m,
                 tiles_n,
                 ACTIVATIONS[activation] if activation is not None and last else 0,
-                final * last | _CONTINUE * (begin > 0),
+                final * last | _CONTINUE * (accumulate or begin > 0),
             )
 
     def kernels(self) -> Iterable[Kernel]:
@@ -244,7 +235,8 @@ def matmul(
     a [..., m, k] (trans_a: [..., k, m]), b [..., k, n] (trans_b: [..., n, k]); leading dimensions are equal, or b is
     two-dimensional and shared by all. bias [n]; activation "relu", "gelu" or "silu"; residual [..., m, n].
     out [..., m, n]: written in place and returned. accumulate: out + a @ b takes the place of a @ b.
-    Every element is one chain of fused multiply-adds over k, so |error| <= 2 k 2^-24 (|a| @ |b|) before the epilogue.
+    Every element is one chain of fused multiply-adds over k from 0, so |error| <= 2 k 2^-24 (|a| @ |b|) before the
+    epilogue; with accumulate the chain starts from out, as if the products added before were the front of a longer k.
 
     Raises ValueError for shapes or types that do not fit, for accumulate without out, and for an out that overlaps an
     input.
