@@ -79,8 +79,9 @@ class AllocationLedger:
     """Hears every allocation and op of one engine while attached. Holds numbers only, never a tensor.
 
     What was live before `attach` is taken over as allocations of kind "earlier". peak_bytes: most bytes live at once
-    over all pools; peak_event: when; peak_reserved_bytes: most bytes reserved; reserved_at_peak: reserved when live
-    bytes were at their peak. Bytes of each range include the pool's rounding to its alignment.
+    over all pools; peak_event: when; step_event: when the search for it began; peak_reserved_bytes: most bytes
+    reserved; reserved_at_peak: reserved when live bytes were at their peak. Bytes of each range include the pool's
+    rounding to its alignment.
     """
 
     def __init__(self, engine: PooledEngine) -> None:
@@ -92,6 +93,7 @@ class AllocationLedger:
         self.reserved_bytes = 0
         self.events = 0
         self.phase = ""
+        self.step_event = 0
         self.peak_bytes = 0
         self.peak_event = 0
         self.peak_op_number = 0
@@ -122,6 +124,7 @@ class AllocationLedger:
 
     def start_peak(self) -> None:
         """Look for the peak anew, from what is live now."""
+        self.step_event = self.events
         self._note_peak()
         self.peak_reserved_bytes = self.reserved_bytes
 
@@ -187,6 +190,12 @@ class AllocationLedger:
         allocation = self.live.get(_key(tensor))
         if allocation is not None and allocation.kind == TEMPORARY:
             allocation.kind, allocation.label = kind, label
+
+    def rename(self, tensor: Tensor, label: str) -> None:
+        """Give a live tensor another label."""
+        allocation = self.live.get(_key(tensor))
+        if allocation is not None:
+            allocation.label = label
 
     @contextmanager
     def making(self, kind: str) -> Iterator[None]:

@@ -56,7 +56,7 @@ class RunConfig:
     accum_steps: int = option(int, 1, "micro-batches a step", group=TRAINING, rule=POSITIVE)
     epochs: int = option(int, 1, "passes over the windows, where max-steps is not given", group=TRAINING, rule=POSITIVE)
     max_steps: int | None = option(int, None, "optimizer steps in all", group=TRAINING, rule=POSITIVE)
-    optimizer: str = option(str, "adamw", "optimizer", group=TRAINING, choices=("adamw", "sgd"))
+    optimizer: str = option(str, "adamw", "optimizer", group=TRAINING, choices=("adamw", "sgd", "adafactor"))
     lr: float = option(float, 1e-3, "peak learning rate", group=TRAINING, rule=POSITIVE)
     beta1: float = option(
         float, 0.9, "decay of AdamW's first moment, and momentum of SGD", group=TRAINING, rule=FRACTION
@@ -80,11 +80,21 @@ class RunConfig:
     recompute: str = option(
         str, "", f"what to free in forward and rebuild in backward: any of {', '.join(RECOMPUTE_GROUPS)}", group=MEMORY
     )
+    fused_update: bool = option(
+        bool,
+        False,
+        "update each weight once its gradient is complete, and free that; needs --max-norm 0 and --accum-steps 1",
+        group=MEMORY,
+    )
     flush_interval: int = option(
         int, 0, "blocks from one submit to the next; 0 is once a pass", group=MEMORY, rule=NOT_NEGATIVE
     )
     loss_chunk_bytes: int = option(
-        int, 0, "logits made at a time; 0 is all at once; other sums, so other bits", group=MEMORY, rule=NOT_NEGATIVE
+        int,
+        128 * 2**20,
+        "logits made at a time, forward and backward; 0 is all at once; other sums, so other bits",
+        group=MEMORY,
+        rule=NOT_NEGATIVE,
     )
 
     # -- run ---------------------------------------------------------------------------------------------------------
@@ -133,6 +143,16 @@ def check_config(config: RunConfig) -> None:
         raise BadInputError(f"--min-lr {config.min_lr:g} is more than --lr {config.lr:g}")
     if config.seed >= 2**63:
         raise BadInputError(f"--seed {config.seed} must be less than 2^63")
+    if config.fused_update and config.max_norm:
+        raise BadInputError(
+            f"--fused-update cannot clip to the global norm (--max-norm {config.max_norm:g}): the norm is known only when "
+            f"all gradients are there, and each is applied and freed before the next one is made; add --max-norm 0"
+        )
+    if config.fused_update and config.accum_steps > 1:
+        raise BadInputError(
+            f"--fused-update cannot accumulate (--accum-steps {config.accum_steps}): gradients are complete only in the "
+            f"last micro-batch, so all of them would be alive between two; use --accum-steps 1 and a larger --batch-size"
+        )
     unknown = sorted(set(recompute_groups(config)) - set(RECOMPUTE_GROUPS))
     if unknown:
         raise BadInputError(f"--recompute {', '.join(unknown)}: choose from {', '.join(RECOMPUTE_GROUPS)}")
@@ -153,7 +173,7 @@ def recompute_groups(config: RunConfig) -> list[str]:
 
 # What a resumed run may change: nothing that enters the arithmetic of the steps before max_steps.
 FREE_ON_RESUME = {
-    *("inputs", "glob", "epochs", "max_steps", "checkpoint_every", "recompute", "flush_interval", "engine", "device"),
+    *("inputs", "glob", "epochs", "max_steps", "checkpoint_every", "recompute", "flush_interval", "fused_update", "engine", "device"),
     *(
         "log_interval",
         "log_file",

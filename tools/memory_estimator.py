@@ -1,0 +1,110 @@
+"""memory_estimator: what a run takes, and where, to the byte and without a device."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from .console import run_program
+from .inference_plan import ITEM_BYTES, plan_inference
+from .memory_plan import plan_training
+from .memory_plot import draw
+from .memory_report import inference_json, print_inference, print_training, training_json
+from .model_setup import gpt_config
+from .options import NOT_NEGATIVE, POSITIVE, Rule, option, parse_options
+from .presets import PRESETS, preset
+from .run_config import RunConfig, check_config
+from .several_cards import plan_card
+from .tokenizers import load_tokenizer
+
+DESCRIPTION = """What a training run, or a model that generates, will take: planned by the run's own code on an engine
+that only counts, so that no device is needed. Takes the options of text_train (inputs are not read): a command line
+can be planned before it is run."""
+
+ESTIMATE = "estimate"
+ZERO_STAGE: Rule = ("0, 1, 2 or 3", lambda value: 0 <= value <= 3)
+
+
+@dataclass
+class EstimateConfig(RunConfig):
+    """The options of text_train, and what to estimate."""
+
+    preset: str | None = option(
+        str, None, f"start from a model with a name, other options change it: {', '.join(PRESETS)}", group=ESTIMATE
+    )
+    json: bool = option(bool, False, "print one JSON object", group=ESTIMATE)
+    ops: bool = option(bool, False, "list every op with shapes, FLOPs, bytes, and whether it is kept", group=ESTIMATE)
+    plot: str | None = option(str, None, "write a PNG of live bytes over the ops of a step here", group=ESTIMATE)
+    inference: bool = option(bool, False, "estimate generation instead of training", group=ESTIMATE)
+    dtype: str = option(str, "float32", "of weights, keys and values, with --inference", choices=tuple(ITEM_BYTES))
+    card_gb: float = option(
+        float, 0.0, "memory of one card in decimal GB, for the largest batch with --inference", rule=NOT_NEGATIVE
+    )
+    cards: int = option(int, 1, "data-parallel cards, each with its own batch", group=ESTIMATE, rule=POSITIVE)
+    zero_stage: int = option(int, 0, "what these cards spread among them", group=ESTIMATE, rule=ZERO_STAGE)
+    tensor_parallel: int = option(int, 1, "cards that share every layer", group=ESTIMATE, rule=POSITIVE)
+
+
+def estimate_config(argv: Sequence[str]) -> tuple[EstimateConfig, int]:
+    """The options, a preset's filled in where none was given, and the size of the vocabulary.
+
+    Raises BadInputError for options that are wrong or do not go together.
+    """
+    config, given = parse_options(EstimateConfig, argv, "memory_estimator", DESCRIPTION)
+    has_vocab = "vocab_size" in given
+    if config.preset is not None:
+        for name, value in preset(config.preset).items():
+            if name not in given:
+                setattr(config, name, value)
+        has_vocab = True
+    check_config(config)
+    if has_vocab or config.tokenizer == "bpe":
+        return config, config.vocab_size
+    return config, 256 if config.tokenizer == "bytes" else load_tokenizer(Path(config.tokenizer)).vocab_size
+
+
+def _program(argv: Sequence[str]) -> int:
+    config, vocab_size = estimate_config(argv)
+    model = gpt_config(config, vocab_size)
+    console = Console(soft_wrap=False)
+    if config.inference:
+        inference = plan_inference(
+            model,
+            batch_size=config.batch_size,
+            seq_len=config.seq_len,
+            dtype=config.dtype,
+            tensor_parallel=config.tensor_parallel,
+            card_bytes=round(config.card_gb * 1e9) or None,
+        )
+        if config.json:
+            print(json.dumps(inference_json(inference, model.num_parameters), indent=1))
+        else:
+            print_inference(console, inference, model.num_parameters)
+        return 0
+    plan = plan_training(config, vocab_size)
+    several = config.cards > 1 or config.tensor_parallel > 1 or config.zero_stage > 0
+    card = None
+    if several:
+        card = plan_card(plan, cards=config.cards, zero_stage=config.zero_stage, tensor_parallel=config.tensor_parallel)
+    if config.json:
+        print(json.dumps(training_json(plan, card, with_ops=config.ops), indent=1))
+    else:
+        print_training(console, plan, card, with_ops=config.ops)
+    if config.plot is not None:
+        draw(plan.ledger, Path(config.plot), f"{config.preset or 'model'}: {model.num_parameters:,} parameters")
+        print(f"picture: {config.plot}", file=sys.stderr)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code."""
+    return run_program("memory_estimator", _program, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
