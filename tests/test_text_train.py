@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import signal
@@ -10,12 +11,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from vkfold.tools import text_generate, text_train, training_run
+from vkfold.nn.training_step import TrainingStep
+from vkfold.tools import text_generate, text_train
 from vkfold.tools.saves import open_save
 
 # Windows of 16 tokens, 60 of them: 40 steps of 2 x 2 windows end in the middle of the third epoch.
@@ -88,17 +91,18 @@ def test_one_step_at_a_time(text: Path, tmp_path: Path) -> None:
 )
 def test_resumed_under_another_memory_mode(text: Path, tmp_path: Path, options: list[str]) -> None:
     straight, parts = tmp_path / "straight", tmp_path / "parts"
-    train(text, *RUN, "--engine", "cpu", "--max-steps", "8", "--save", straight)
-    train(text, *RUN, "--engine", "cpu", "--max-steps", "3", "--schedule-steps", "8", "--save", parts)
+    train(text, *RUN, "--engine", "vulkan", "--max-steps", "8", "--save", straight)
+    train(text, *RUN, "--engine", "vulkan", "--max-steps", "3", "--schedule-steps", "8", "--save", parts)
     train("--resume", parts, "--max-steps", "8", *options)
     assert losses(parts) == losses(straight)
     assert hashes(parts) == hashes(straight)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="kills with SIGKILL")
-def test_killed_at_a_random_moment_and_resumed(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["cpu", "vulkan"])
+def test_killed_at_a_random_moment_and_resumed(text: Path, tmp_path: Path, engine: str) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    argv = [str(text), *RUN, "--engine", "cpu", "--max-steps", "40", "--save-interval", "3"]
+    argv = [str(text), *RUN, "--engine", engine, "--max-steps", "40", "--save-interval", "3"]
     train(*argv, "--save", straight)
     program = "import sys; from vkfold.tools.text_train import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen([sys.executable, "-c", program, *argv, "--save", str(killed)], stdout=subprocess.DEVNULL)
@@ -168,21 +172,22 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
 def test_a_gradient_that_is_not_finite_names_its_tensor(
     text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Poisoned(training_run.TrainingStep):
-        def __call__(self, micro_batches: Any, *, step: int, learning_rate: float) -> Any:
-            if step == 1:
-                parameter = self.model.named_parameters()["blocks.1.norm1.weight"]
-                gradient = parameter.gradient
+    call = TrainingStep.__call__
 
-                def poisoned() -> Any:
-                    out, _ = gradient()
-                    self.model.engine.fill_(out, float("inf"))
-                    return out, True
+    def poisoned(self: TrainingStep, micro_batches: Any, *, step: int, learning_rate: float) -> Any:
+        parameter = self.model.named_parameters()["blocks.1.norm1.weight"]
+        gradient = parameter.gradient
 
-                parameter.gradient = poisoned  # type: ignore[method-assign]
-            return super().__call__(micro_batches, step=step, learning_rate=learning_rate)
+        def infinite() -> Any:
+            out, _ = gradient()
+            self.model.engine.fill_(out, float("inf"))
+            return out, True
 
-    monkeypatch.setattr(training_run, "TrainingStep", Poisoned)
+        if step == 1:
+            parameter.gradient = infinite  # type: ignore[method-assign]
+        return call(self, micro_batches, step=step, learning_rate=learning_rate)
+
+    monkeypatch.setattr(TrainingStep, "__call__", poisoned)
     assert text_train.main([str(text), *RUN, "--engine", "cpu", "--max-steps", "9"]) == 1
     assert "step 2: the gradient of blocks.1.norm1.weight is not finite" in capsys.readouterr().err
 
@@ -274,6 +279,13 @@ def test_tied_head_is_one_tensor(text: Path, tmp_path: Path, capsys: pytest.Capt
     save_file(weights | {"head": weights["embedding.weight"] + 1}, path)
     assert text_train.main(["--resume", str(save.folder), "--max-steps", "2", "--save", str(tmp_path / "other")]) == 2
     assert "two different tensors" in capsys.readouterr().err
+
+
+def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(TEXT)))
+    options = ["--tokenizer", "bpe", "--vocab-size", "270", "--engine", "cpu", "--save", tmp_path / "run"]
+    train("-", *SIZES, *options, "--max-steps", "1")
+    train("--resume", tmp_path / "run", "--max-steps", "2")  # the text is not needed again
 
 
 # -- engines ---------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -76,15 +77,20 @@ class JsonLog:
             raise BadInputError(f"cannot write the log {path}: {error.strerror or error}") from error
 
     def write(self, **values: Any) -> None:
-        """Add a line; values that are no JSON numbers (NaN, infinity) become texts."""
-        if self._file is not None:
+        """Add a line; values that are no JSON numbers (NaN, infinity) become texts. Raises BadInputError when it cannot."""
+        if self._file is None:
+            return
+        try:
             self._file.write(json.dumps(_plain(values), allow_nan=False) + "\n")
             self._file.flush()
+        except OSError as error:
+            raise BadInputError(f"cannot write the log {self._file.name}: {error.strerror or error}") from error
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # the last write has told of a full disk
+                self._file.close()
             self._file = None
 
 
