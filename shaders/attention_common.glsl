@@ -8,6 +8,13 @@
 #define CHUNKS ((HEAD_DIM + DIMS - 1) / DIMS)
 // The element this lane loads of chunk c; at: row start + my_dim. Lanes past the last dimension repeat it, unused.
 #define CHUNK_INDEX(c) ((c) * DIMS + DIMS <= HEAD_DIM ? at + (c) * DIMS : at - my_dim + min((c) * DIMS + my_dim, HEAD_DIM - 1u))
+// Register tiles need unrolled loops. The driver with subgroups of 4 (SwiftShader) takes minutes and gigabytes for them,
+// and is quick enough with loops as they are.
+#if SPREAD < 8
+#define UNROLL
+#else
+#define UNROLL [[unroll]]
+#endif
 #define MAX_TRIPS 32768  // lavapipe ends any loop after 65,535 iterations
 #define FLAG_CAUSAL 1u
 #define FLAG_LENGTHS 2u

@@ -15,13 +15,13 @@ void main() {
 
     float k[ROWS * HEAD_DIM], v[ROWS * HEAD_DIM], d_k[ROWS * HEAD_DIM], d_v[ROWS * HEAD_DIM];
     int low[ROWS], count[ROWS];
-    [[unroll]] for (uint r = 0; r < ROWS; r++) {
+    UNROLL for (uint r = 0; r < ROWS; r++) {
         const uint row = tile * tile_rows + r * gl_SubgroupSize + lane;
         const ivec2 seen = positions_of_key(int(row), limit, offset, past);
         low[r] = seen.x;
         count[r] = max(seen.y - seen.x, 0);
         const uint at = (batch * args.num_keys + min(row, args.num_keys - 1u)) * args.kv_row + kv_head * HEAD_DIM;
-        [[unroll]] for (uint d = 0; d < HEAD_DIM; d++) {
+        UNROLL for (uint d = 0; d < HEAD_DIM; d++) {
             k[r * HEAD_DIM + d] = args.k.v[at + d];
             v[r * HEAD_DIM + d] = args.v.v[at + d];
             d_k[r * HEAD_DIM + d] = 0.0;
@@ -45,18 +45,18 @@ void main() {
                 const uint my_row = batch * args.num_queries + mine;
                 const float my_lse = args.lse.v[lse_base + mine], my_delta = args.delta.v[lse_base + mine];
                 float s[ROWS * KEYS], d_p[ROWS * KEYS], queries[CHUNKS], d_outputs[CHUNKS];
-                [[unroll]] for (uint i = 0; i < ROWS * KEYS; i++) s[i] = d_p[i] = 0.0;
-                [[unroll]] for (uint c = 0; c < CHUNKS; c++) {
+                UNROLL for (uint i = 0; i < ROWS * KEYS; i++) s[i] = d_p[i] = 0.0;
+                UNROLL for (uint c = 0; c < CHUNKS; c++) {
                     uint at = my_row * args.q_row + head * HEAD_DIM + my_dim;
                     queries[c] = args.q.v[CHUNK_INDEX(c)];
                     at = my_row * args.o_row + head * HEAD_DIM + my_dim;
                     d_outputs[c] = args.d_o.v[CHUNK_INDEX(c)];
-                    [[unroll]] for (uint u = 0; u < DIMS; u++) {
+                    UNROLL for (uint u = 0; u < DIMS; u++) {
                         if (c * DIMS + u < HEAD_DIM) {
-                            [[unroll]] for (uint j = 0; j < KEYS; j++) {
+                            UNROLL for (uint j = 0; j < KEYS; j++) {
                                 const float q = subgroupShuffle(queries[c], u * KEYS + j);
                                 const float d_o = subgroupShuffle(d_outputs[c], u * KEYS + j);
-                                [[unroll]] for (uint r = 0; r < ROWS; r++) {
+                                UNROLL for (uint r = 0; r < ROWS; r++) {
                                     const uint at_d = r * HEAD_DIM + c * DIMS + u;
                                     s[r * KEYS + j] = fma(k[at_d], q, s[r * KEYS + j]);
                                     d_p[r * KEYS + j] = fma(v[at_d], d_o, d_p[r * KEYS + j]);
@@ -65,10 +65,10 @@ void main() {
                         }
                     }
                 }
-                [[unroll]] for (uint j = 0; j < KEYS; j++) {
+                UNROLL for (uint j = 0; j < KEYS; j++) {
                     const float lse = subgroupShuffle(my_lse, j);
                     const float delta = subgroupShuffle(my_delta, j);
-                    [[unroll]] for (uint r = 0; r < ROWS; r++) {
+                    UNROLL for (uint r = 0; r < ROWS; r++) {
                         const uint i = r * KEYS + j;
                         const bool seen = uint(offset + query + int(j) - low[r]) < uint(count[r]) && lse != NEGATIVE_INFINITY;
                         const float p = seen ? exp_or_nan(s[i] * args.scale - lse) : 0.0;
@@ -76,13 +76,13 @@ void main() {
                         d_p[i] = seen ? p * (d_p[i] - delta) * args.scale : 0.0;
                     }
                 }
-                [[unroll]] for (uint c = 0; c < CHUNKS; c++) {
-                    [[unroll]] for (uint u = 0; u < DIMS; u++) {
+                UNROLL for (uint c = 0; c < CHUNKS; c++) {
+                    UNROLL for (uint u = 0; u < DIMS; u++) {
                         if (c * DIMS + u < HEAD_DIM) {
-                            [[unroll]] for (uint j = 0; j < KEYS; j++) {
+                            UNROLL for (uint j = 0; j < KEYS; j++) {
                                 const float q = subgroupShuffle(queries[c], u * KEYS + j);
                                 const float d_o = subgroupShuffle(d_outputs[c], u * KEYS + j);
-                                [[unroll]] for (uint r = 0; r < ROWS; r++) {
+                                UNROLL for (uint r = 0; r < ROWS; r++) {
                                     const uint at_d = r * HEAD_DIM + c * DIMS + u;
                                     d_k[at_d] = fma(d_p[r * KEYS + j], q, d_k[at_d]);
                                     d_v[at_d] = fma(s[r * KEYS + j], d_o, d_v[at_d]);
@@ -95,11 +95,11 @@ void main() {
         }
     }
 
-    [[unroll]] for (uint r = 0; r < ROWS; r++) {
+    UNROLL for (uint r = 0; r < ROWS; r++) {
         const uint row = tile * tile_rows + r * gl_SubgroupSize + lane;
         if (row < args.num_keys) {
             const uint at = (batch * args.num_keys + row) * args.kv_row + kv_head * HEAD_DIM;
-            [[unroll]] for (uint d = 0; d < HEAD_DIM; d++) {
+            UNROLL for (uint d = 0; d < HEAD_DIM; d++) {
                 args.d_k.v[at + d] = d_k[r * HEAD_DIM + d];
                 args.d_v.v[at + d] = d_v[r * HEAD_DIM + d];
             }

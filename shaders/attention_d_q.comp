@@ -14,7 +14,7 @@ void main() {
 
     float q[ROWS * HEAD_DIM], d_o[ROWS * HEAD_DIM], d_q[ROWS * HEAD_DIM], lse[ROWS], delta[ROWS];
     int low[ROWS], count[ROWS];
-    [[unroll]] for (uint r = 0; r < ROWS; r++) {
+    UNROLL for (uint r = 0; r < ROWS; r++) {
         const uint row = tile * tile_rows + r * gl_SubgroupSize + lane;
         const uint real = min(row, args.num_queries - 1u);
         const ivec2 seen = keys_of_query(offset + int(row), limit);
@@ -24,7 +24,7 @@ void main() {
         delta[r] = 0.0;
         const uint at = (batch * args.num_queries + real) * args.q_row + head * HEAD_DIM;
         const uint at_o = (batch * args.num_queries + real) * args.o_row + head * HEAD_DIM;
-        [[unroll]] for (uint d = 0; d < HEAD_DIM; d++) {
+        UNROLL for (uint d = 0; d < HEAD_DIM; d++) {
             q[r * HEAD_DIM + d] = args.q.v[at + d];
             d_o[r * HEAD_DIM + d] = args.d_o.v[at_o + d];
             d_q[r * HEAD_DIM + d] = 0.0;
@@ -43,16 +43,16 @@ void main() {
         for (int key = outer; key < min(end, outer + MAX_TRIPS * KEYS); key += KEYS) {
             const uint at = base + uint(min(key + my_key, end - 1)) * args.kv_row + my_dim;
             float s[ROWS * KEYS], d_p[ROWS * KEYS], keys[CHUNKS];
-            [[unroll]] for (uint i = 0; i < ROWS * KEYS; i++) s[i] = d_p[i] = 0.0;
-            [[unroll]] for (uint c = 0; c < CHUNKS; c++) {
+            UNROLL for (uint i = 0; i < ROWS * KEYS; i++) s[i] = d_p[i] = 0.0;
+            UNROLL for (uint c = 0; c < CHUNKS; c++) {
                 keys[c] = args.k.v[CHUNK_INDEX(c)];
                 const float values = args.v.v[CHUNK_INDEX(c)];
-                [[unroll]] for (uint u = 0; u < DIMS; u++) {
+                UNROLL for (uint u = 0; u < DIMS; u++) {
                     if (c * DIMS + u < HEAD_DIM) {
-                        [[unroll]] for (uint j = 0; j < KEYS; j++) {
+                        UNROLL for (uint j = 0; j < KEYS; j++) {
                             const float k = subgroupShuffle(keys[c], u * KEYS + j);
                             const float v = subgroupShuffle(values, u * KEYS + j);
-                            [[unroll]] for (uint r = 0; r < ROWS; r++) {
+                            UNROLL for (uint r = 0; r < ROWS; r++) {
                                 const uint at_d = r * HEAD_DIM + c * DIMS + u;
                                 s[r * KEYS + j] = fma(q[at_d], k, s[r * KEYS + j]);
                                 d_p[r * KEYS + j] = fma(d_o[at_d], v, d_p[r * KEYS + j]);
@@ -61,19 +61,19 @@ void main() {
                     }
                 }
             }
-            [[unroll]] for (uint r = 0; r < ROWS; r++) {
-                [[unroll]] for (uint j = 0; j < KEYS; j++) {
+            UNROLL for (uint r = 0; r < ROWS; r++) {
+                UNROLL for (uint j = 0; j < KEYS; j++) {
                     const uint i = r * KEYS + j;
                     const bool seen = uint(key + int(j) - low[r]) < uint(count[r]);
                     s[i] = seen ? exp_or_nan(s[i] * args.scale - lse[r]) * (d_p[i] - delta[r]) * args.scale : 0.0;
                 }
             }
-            [[unroll]] for (uint c = 0; c < CHUNKS; c++) {
-                [[unroll]] for (uint u = 0; u < DIMS; u++) {
+            UNROLL for (uint c = 0; c < CHUNKS; c++) {
+                UNROLL for (uint u = 0; u < DIMS; u++) {
                     if (c * DIMS + u < HEAD_DIM) {
-                        [[unroll]] for (uint j = 0; j < KEYS; j++) {
+                        UNROLL for (uint j = 0; j < KEYS; j++) {
                             const float k = subgroupShuffle(keys[c], u * KEYS + j);
-                            [[unroll]] for (uint r = 0; r < ROWS; r++) {
+                            UNROLL for (uint r = 0; r < ROWS; r++) {
                                 const uint at_d = r * HEAD_DIM + c * DIMS + u;
                                 d_q[at_d] = fma(s[r * KEYS + j], k, d_q[at_d]);
                             }
@@ -84,11 +84,11 @@ void main() {
         }
     }
 
-    [[unroll]] for (uint r = 0; r < ROWS; r++) {
+    UNROLL for (uint r = 0; r < ROWS; r++) {
         const uint row = tile * tile_rows + r * gl_SubgroupSize + lane;
         if (row < args.num_queries) {
             const uint at = (batch * args.num_queries + row) * args.q_row + head * HEAD_DIM;
-            [[unroll]] for (uint d = 0; d < HEAD_DIM; d++) args.d_q.v[at + d] = d_q[r * HEAD_DIM + d];
+            UNROLL for (uint d = 0; d < HEAD_DIM; d++) args.d_q.v[at + d] = d_q[r * HEAD_DIM + d];
             args.delta.v[(batch * args.num_heads + head) * args.num_queries + row] = delta[r];
         }
     }

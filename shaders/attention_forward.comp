@@ -14,7 +14,7 @@ void main() {
 
     float q[ROWS * HEAD_DIM], acc[ROWS * HEAD_DIM], top[ROWS], total[ROWS];
     int low[ROWS], count[ROWS];
-    [[unroll]] for (uint r = 0; r < ROWS; r++) {
+    UNROLL for (uint r = 0; r < ROWS; r++) {
         const uint row = tile * tile_rows + r * gl_SubgroupSize + lane;
         const ivec2 seen = keys_of_query(offset + int(row), limit);
         low[r] = seen.x;
@@ -22,7 +22,7 @@ void main() {
         top[r] = NEGATIVE_INFINITY;
         total[r] = 0.0;
         const uint at = (batch * args.num_queries + min(row, args.num_queries - 1u)) * args.q_row + head * HEAD_DIM;
-        [[unroll]] for (uint d = 0; d < HEAD_DIM; d++) {
+        UNROLL for (uint d = 0; d < HEAD_DIM; d++) {
             q[r * HEAD_DIM + d] = args.q.v[at + d];
             acc[r * HEAD_DIM + d] = 0.0;
         }
@@ -40,23 +40,23 @@ void main() {
             // Rows past the end are read from the last valid key and masked: they may never have been written.
             const uint at = base + uint(min(key + my_key, end - 1)) * args.kv_row + my_dim;
             float s[ROWS * KEYS];
-            [[unroll]] for (uint i = 0; i < ROWS * KEYS; i++) s[i] = 0.0;
-            [[unroll]] for (uint c = 0; c < CHUNKS; c++) {
+            UNROLL for (uint i = 0; i < ROWS * KEYS; i++) s[i] = 0.0;
+            UNROLL for (uint c = 0; c < CHUNKS; c++) {
                 const float loaded = args.k.v[CHUNK_INDEX(c)];
-                [[unroll]] for (uint u = 0; u < DIMS; u++) {
+                UNROLL for (uint u = 0; u < DIMS; u++) {
                     if (c * DIMS + u < HEAD_DIM) {
-                        [[unroll]] for (uint j = 0; j < KEYS; j++) {
+                        UNROLL for (uint j = 0; j < KEYS; j++) {
                             const float k = subgroupShuffle(loaded, u * KEYS + j);
-                            [[unroll]] for (uint r = 0; r < ROWS; r++)
+                            UNROLL for (uint r = 0; r < ROWS; r++)
                                 s[r * KEYS + j] = fma(q[r * HEAD_DIM + c * DIMS + u], k, s[r * KEYS + j]);
                         }
                     }
                 }
             }
             float decay[ROWS];
-            [[unroll]] for (uint r = 0; r < ROWS; r++) {
+            UNROLL for (uint r = 0; r < ROWS; r++) {
                 float highest = top[r];
-                [[unroll]] for (uint j = 0; j < KEYS; j++) {
+                UNROLL for (uint j = 0; j < KEYS; j++) {
                     const bool seen = uint(key + int(j) - low[r]) < uint(count[r]);
                     s[r * KEYS + j] = seen ? s[r * KEYS + j] * args.scale : NEGATIVE_INFINITY;
                     highest = max(highest, s[r * KEYS + j]);
@@ -66,21 +66,21 @@ void main() {
                 decay[r] = top[r] == NEGATIVE_INFINITY ? 0.0 : exp_or_nan(top[r] - shift);
                 top[r] = highest;
                 float sum = 0.0;
-                [[unroll]] for (uint j = 0; j < KEYS; j++) {
+                UNROLL for (uint j = 0; j < KEYS; j++) {
                     const float score = s[r * KEYS + j];
                     s[r * KEYS + j] = score == NEGATIVE_INFINITY ? 0.0 : exp_or_nan(score - shift);
                     sum += s[r * KEYS + j];
                 }
                 total[r] = fma(total[r], decay[r], sum);
             }
-            [[unroll]] for (uint c = 0; c < CHUNKS; c++) {
+            UNROLL for (uint c = 0; c < CHUNKS; c++) {
                 const float loaded = args.v.v[CHUNK_INDEX(c)];
-                [[unroll]] for (uint u = 0; u < DIMS; u++) {
+                UNROLL for (uint u = 0; u < DIMS; u++) {
                     if (c * DIMS + u < HEAD_DIM) {
-                        [[unroll]] for (uint r = 0; r < ROWS; r++) acc[r * HEAD_DIM + c * DIMS + u] *= decay[r];
-                        [[unroll]] for (uint j = 0; j < KEYS; j++) {
+                        UNROLL for (uint r = 0; r < ROWS; r++) acc[r * HEAD_DIM + c * DIMS + u] *= decay[r];
+                        UNROLL for (uint j = 0; j < KEYS; j++) {
                             const float v = subgroupShuffle(loaded, u * KEYS + j);
-                            [[unroll]] for (uint r = 0; r < ROWS; r++)
+                            UNROLL for (uint r = 0; r < ROWS; r++)
                                 acc[r * HEAD_DIM + c * DIMS + u] = fma(s[r * KEYS + j], v, acc[r * HEAD_DIM + c * DIMS + u]);
                         }
                     }
@@ -89,12 +89,12 @@ void main() {
         }
     }
 
-    [[unroll]] for (uint r = 0; r < ROWS; r++) {
+    UNROLL for (uint r = 0; r < ROWS; r++) {
         const uint row = tile * tile_rows + r * gl_SubgroupSize + lane;
         if (row < args.num_queries) {
             const uint at = (batch * args.num_queries + row) * args.o_row + head * HEAD_DIM;
             const bool empty = total[r] == 0.0;
-            [[unroll]] for (uint d = 0; d < HEAD_DIM; d++)
+            UNROLL for (uint d = 0; d < HEAD_DIM; d++)
                 args.o.v[at + d] = empty ? 0.0 : acc[r * HEAD_DIM + d] / total[r];
             args.lse.v[(batch * args.num_heads + head) * args.num_queries + row] =
                 empty ? NEGATIVE_INFINITY : top[r] + log(total[r]);

@@ -24,9 +24,6 @@ _ARGS = {
     f"out f32 d_k, out f32 d_v, {_SIZES}",
 }
 _CAUSAL, _LENGTHS = 1, 2
-# Straight-line multiply-adds a kernel may have: a CPU driver compiles about a thousand of them in a second.
-_MOST_FMAS = 2048
-_PRODUCTS = {"forward": 2, "d_q": 3, "d_kv": 4}
 
 
 class Part(NamedTuple):
@@ -58,21 +55,17 @@ def kernel(kind: str, head_dim: int, spread: int, rows: int) -> Kernel:
     )
 
 
-def most_rows(kind: str, head_dim: int, spread: int) -> int:
-    """Rows a lane of the widest tile: a load then serves more multiplications, and compiling takes longer."""
-    fmas = _PRODUCTS[kind] * head_dim * block_rows(head_dim, spread)
-    rows = 1
-    while rows < 8 and fmas * rows * 2 <= _MOST_FMAS:
-        rows *= 2
-    return rows
+def most_rows(head_dim: int) -> int:
+    """Rows a lane of the widest tile. Wider ones spill more registers than they save loads, and compile for seconds."""
+    return 4 if head_dim <= 48 else 2 if head_dim <= 96 else 1
 
 
-def choose_rows(gpu: Any, kind: str, head_dim: int, num_rows: int) -> int:
+def choose_rows(gpu: Any, head_dim: int, num_rows: int) -> int:
     """Rows a lane: wide tiles on CPU drivers, where loads are dear, unless the tile would stand mostly empty.
 
     GPUs hide loads behind other subgroups and have no registers to spare. The bits do not depend on this choice.
     """
-    widest = most_rows(kind, head_dim, min(gpu.subgroup_size, 8))
+    widest = most_rows(head_dim)
     return widest if gpu.is_cpu and num_rows > gpu.subgroup_size * widest // 2 else 1
 
 
@@ -81,7 +74,7 @@ def all_kernels(*kinds: str) -> Iterator[Kernel]:
     for kind in kinds:
         for head_dim in KNOWN_HEAD_DIMS:
             for spread in (4, 8):
-                for rows in {1, most_rows(kind, head_dim, spread)}:
+                for rows in sorted({1, most_rows(head_dim)}):
                     yield kernel(kind, head_dim, spread, rows)
 
 
@@ -89,7 +82,7 @@ def _run(
     gpu: Any, kind: str, shape: AttentionShape, heads: int, num_rows: int, pointers: tuple[Any, ...],
     lengths: Tensor | None, causal: bool, window: int, scale: float,
 ) -> None:  # fmt: skip
-    rows = choose_rows(gpu, kind, shape.head_dim, num_rows)
+    rows = choose_rows(gpu, shape.head_dim, num_rows)
     tiles = -(-num_rows // (gpu.subgroup_size * rows))
     gpu.dispatch(
         kernel(kind, shape.head_dim, min(gpu.subgroup_size, 8), rows),
