@@ -6,6 +6,7 @@ same training part is the yardstick.
 
 from __future__ import annotations
 
+import os
 import pydoc_data.topics
 import shutil
 import sys
@@ -82,8 +83,9 @@ def _program(argv: Sequence[str]) -> int:
     bigram = bigram_loss(tokens[:num_train], tokens[num_train:])
     print(f"bigram model, same text: {bigram:.3f} nats/byte")
     print(f"files: {folder.resolve()} (text.txt, saves/, saves/log.jsonl)")
-    print(f"resume: .venv/bin/text_train --resume {saves} --max-steps {2 * options.steps}")
-    print(f"more text: .venv/bin/text_generate {saves} --prompt 'The '")
+    programs = os.path.relpath(Path(sys.executable).parent) if os.name != "nt" else Path(sys.executable).parent
+    print(f"resume: {programs}/text_train --resume {saves} --max-steps {2 * options.steps}")
+    print(f"more text: {programs}/text_generate {saves} --prompt 'The '")
     if outcome.held_out_loss is None:  # stopped by a signal
         return 0
     if outcome.held_out_loss < min(GOAL, bigram - MARGIN):

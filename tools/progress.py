@@ -77,7 +77,7 @@ class JsonLog:
             raise BadInputError(f"cannot write the log {path}: {error.strerror or error}") from error
 
     def write(self, **values: Any) -> None:
-        """Add a line; values that are no JSON numbers (NaN, infinity) become texts. Raises BadInputError when it cannot."""
+        """Add a line; NaN and infinity, which are no JSON numbers, become texts. Raises BadInputError if it cannot."""
         if self._file is None:
             return
         try:
