@@ -3,6 +3,7 @@
 from .attention import Attention
 from .embedding import Embedding
 from .feed_forward import FeedForward
+from .fused_update import FusedUpdate
 from .gpt_block import GPTBlock
 from .gpt_config import GPTConfig
 from .gpt_model import GPTModel
@@ -11,7 +12,7 @@ from .layer import Layer
 from .layer_norm import LayerNorm
 from .linear import Linear
 from .losses import CrossEntropyLoss, LinearCrossEntropy
-from .optimizers import SGD, AdamW, Optimizer
+from .optimizers import SGD, Adafactor, AdamW, Optimizer
 from .parameter import Parameter
 from .rms_norm import RMSNorm
 from .rope import Rope, RopeScaling
@@ -22,11 +23,13 @@ from .training_step import StepResult, TrainingStep, evaluate_loss
 
 __all__ = [
     "SGD",
+    "Adafactor",
     "AdamW",
     "Attention",
     "CrossEntropyLoss",
     "Embedding",
     "FeedForward",
+    "FusedUpdate",
     "GPTBlock",
     "GPTConfig",
     "GPTModel",

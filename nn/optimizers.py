@@ -1,16 +1,25 @@
-"""AdamW and SGD: moments in the parameter pool, updates that do nothing when a gradient is not finite."""
+"""AdamW, SGD and Adafactor: moments in the parameter pool, updates that do nothing when a gradient is not finite."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
+from ..engine.ops.adafactor import factored_shapes
 from ..engine.tensor import Tensor
 from .layer import Layer, check_names
 from .parameter import Parameter
+
+
+class StepValues(TypedDict, total=False):
+    """Fields of StepParameters that an optimizer sets."""
+
+    bias_correction1: float
+    bias_correction2: float
+    square_weight: float
 
 
 class NormReport(NamedTuple):
@@ -49,8 +58,21 @@ class Optimizer:
         self.num_updates = 0
         with self.engine.parameter_pool():
             self.moments: dict[str, tuple[Tensor, ...]] = {
-                name: tuple(self.engine.zeros(p.shape) for _ in self.slots) for name, p in self.parameters.items()
+                name: tuple(self.engine.zeros(shape) for shape in self.slot_shapes(p).values())
+                for name, p in self.parameters.items()
             }
+
+    def slot_shapes(self, parameter: Parameter) -> dict[str, tuple[int, ...]]:
+        """Slot -> shape of each moment of a parameter."""
+        return dict.fromkeys(self.slots, parameter.shape)
+
+    def named_moments(self) -> dict[str, Tensor]:
+        """`SLOT.NAME` -> every moment."""
+        return {
+            f"{slot}.{name}": tensor
+            for name, group in self.moments.items()
+            for slot, tensor in zip(self.slot_shapes(self.parameters[name]), group, strict=True)
+        }
 
     # -- one step ----------------------------------------------------------------------------------------------------
     def step(
@@ -81,16 +103,15 @@ class Optimizer:
         """Do not count the last step: its kernels found something that is not finite and changed nothing."""
         self.num_updates -= 1
 
-    def bias_corrections(self) -> tuple[float, float]:
-        """Of the update about to be made."""
-        return 1.0, 1.0
+    def step_values(self) -> StepValues:
+        """Fields of the step parameters that this optimizer sets for the update about to be made."""
+        return {}
 
     def set_step_parameters(self, learning_rate: float | None = None) -> None:
-        """Put learning rate and bias corrections into the engine's step parameters, if they are not there already."""
-        first, second = self.bias_corrections()
+        """Put learning rate and `step_values` into the engine's step parameters, if they are not there already."""
         now = self.engine.step_parameters
         rate = self.learning_rate if learning_rate is None else learning_rate
-        wanted = replace(now, learning_rate=rate, bias_correction1=first, bias_correction2=second)
+        wanted = replace(now, learning_rate=rate, **self.step_values())
         if wanted != now:
             self.engine.set_step_parameters(wanted)
 
@@ -101,22 +122,14 @@ class Optimizer:
     # -- values ------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, np.ndarray]:
         """`SLOT.NAME` -> values of every moment, and `num_updates`."""
-        state = {
-            f"{slot}.{name}": tensor.numpy()
-            for name, tensors in self.moments.items()
-            for slot, tensor in zip(self.slots, tensors, strict=True)
-        }
+        state = {name: tensor.numpy() for name, tensor in self.named_moments().items()}
         state["num_updates"] = np.array([self.num_updates], np.int64)
         return state
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Overwrite every moment. Raises ValueError that lists missing, unexpected and misshapen ones; nothing is
         changed then."""
-        tensors = {
-            f"{slot}.{name}": tensor
-            for name, group in self.moments.items()
-            for slot, tensor in zip(self.slots, group, strict=True)
-        }
+        tensors = self.named_moments()
         check_names(type(self).__name__, {**{n: t.shape for n, t in tensors.items()}, "num_updates": (1,)}, state)
         for name, tensor in tensors.items():
             self.engine.upload(tensor, np.asarray(state[name]))
@@ -149,10 +162,10 @@ class AdamW(Optimizer):
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
         super().__init__(model, learning_rate=learning_rate, weight_decay=weight_decay, decay_all=decay_all)
 
-    def bias_corrections(self) -> tuple[float, float]:
-        """1 - beta^t of both moments, float64."""
+    def step_values(self) -> StepValues:
+        """The bias corrections 1 - beta^t of both moments, float64."""
         t = self.num_updates + 1
-        return 1.0 - self.beta1**t, 1.0 - self.beta2**t
+        return {"bias_correction1": 1.0 - self.beta1**t, "bias_correction2": 1.0 - self.beta2**t}
 
     def update(self, name: str, parameter: Parameter, state: Tensor | None) -> None:
         """Record the update of one parameter."""
@@ -205,4 +218,63 @@ class SGD(Optimizer):
             momentum=self.momentum,
             weight_decay=self.decay_of(parameter),
             nesterov=self.nesterov,
+        )
+
+
+class Adafactor(Optimizer):
+    """Adafactor (Shazeer & Stern 2018) without a first moment: a matrix [rows, cols] costs rows + cols numbers.
+
+    The second moment of a matrix is the outer product of the moving averages of its row and column means of squares;
+    a vector has a whole one. Their decay is beta2_t = 1 - t^decay_power (section 7.2); an update whose root mean square
+    exceeds clip_threshold is scaled down to it (section 6), so clipping of gradients is not needed. Weight decay is
+    decoupled. relative_step: the learning rate is multiplied by max(1e-3, rms(parameter)) (section 8).
+
+    Raises ValueError for a decay_power that is not between -1 and 0, or an eps or clip_threshold that is not positive.
+    """
+
+    slots = ("row_mean_sq", "column_mean_sq", "mean_sq")
+
+    def __init__(
+        self,
+        model: Layer,
+        *,
+        learning_rate: float = 1e-2,
+        decay_power: float = -0.8,
+        eps: float = 1e-30,
+        clip_threshold: float = 1.0,
+        relative_step: bool = False,
+        weight_decay: float = 0.0,
+        decay_all: bool = False,
+    ) -> None:
+        if not -1 <= decay_power < 0:
+            raise ValueError(f"decay_power is {decay_power}, it must be at least -1 and below 0")
+        if not (eps > 0 and clip_threshold > 0):
+            raise ValueError(f"eps {eps} and clip_threshold {clip_threshold} must be positive")
+        self.decay_power, self.eps, self.clip_threshold = decay_power, eps, clip_threshold
+        self.relative_step = relative_step
+        super().__init__(model, learning_rate=learning_rate, weight_decay=weight_decay, decay_all=decay_all)
+
+    def slot_shapes(self, parameter: Parameter) -> dict[str, tuple[int, ...]]:
+        """Row and column means of a matrix, the whole second moment of a vector."""
+        shapes = factored_shapes(parameter.shape)
+        return dict(zip(self.slots[:2] if len(shapes) == 2 else self.slots[2:], shapes, strict=True))
+
+    def step_values(self) -> StepValues:
+        """1 - beta2_t = t^decay_power, float64."""
+        return {"square_weight": float(self.num_updates + 1) ** self.decay_power}
+
+    def update(self, name: str, parameter: Parameter, state: Tensor | None) -> None:
+        """Record the update of one parameter."""
+        assert parameter.grad is not None
+        first, *second = self.moments[name]
+        self.engine.adafactor_(
+            parameter.data,
+            parameter.grad,
+            first,
+            second[0] if second else None,
+            state,
+            eps=self.eps,
+            threshold=self.clip_threshold,
+            weight_decay=self.decay_of(parameter),
+            relative=1e-3 if self.relative_step else None,
         )

@@ -8,8 +8,7 @@ import numpy as np
 
 from ..engine.errors import BadInputError
 from ..engine.plan_engine import PlanEngine
-from ..nn.training_step import TrainingStep
-from .model_setup import make_model, make_optimizer
+from .model_setup import make_model, make_optimizer, make_training_step
 from .run_config import RunConfig
 
 
@@ -22,7 +21,7 @@ def planned_peak_bytes(config: RunConfig, vocab_size: int) -> int:
     tokens = np.zeros((config.batch_size, config.seq_len), np.int32)
     try:
         model = make_model(engine, config, vocab_size)
-        step = TrainingStep(model, make_optimizer(model, config), max_norm=config.max_norm)
+        step = make_training_step(model, make_optimizer(model, config), config)
         step([(tokens, tokens)] * min(config.accum_steps, 2), step=0, learning_rate=config.lr)
     except ValueError as error:
         raise BadInputError(f"these sizes are too large: {error}") from error

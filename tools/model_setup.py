@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..engine.compute_engine import ComputeEngine
 from ..engine.cpu_engine import CpuEngine
 from ..engine.errors import BadInputError
@@ -9,8 +11,9 @@ from ..engine.host_memory import available_bytes
 from ..engine.vulkan_engine import VulkanEngine
 from ..nn.gpt_config import GPTConfig
 from ..nn.gpt_model import GPTModel
-from ..nn.optimizers import SGD, AdamW, Optimizer
+from ..nn.optimizers import SGD, Adafactor, AdamW, Optimizer
 from ..nn.schedules import Schedule
+from ..nn.training_step import TrainingStep
 from .run_config import RunConfig, recompute_groups
 from .saves import Arrays
 
@@ -72,6 +75,8 @@ def make_optimizer(model: GPTModel, config: RunConfig, moments: Arrays | None = 
         optimizer = AdamW(
             model, learning_rate=config.lr, beta1=config.beta1, beta2=config.beta2, weight_decay=config.weight_decay
         )
+    elif config.optimizer == "adafactor":
+        optimizer = Adafactor(model, learning_rate=config.lr, weight_decay=config.weight_decay)
     else:
         optimizer = SGD(model, learning_rate=config.lr, momentum=config.beta1, weight_decay=config.weight_decay)
     if moments is not None:
@@ -80,6 +85,23 @@ def make_optimizer(model: GPTModel, config: RunConfig, moments: Arrays | None = 
         except ValueError as error:
             raise BadInputError(f"the saved moments are of another model or optimizer: {error}") from error
     return optimizer
+
+
+def make_training_step(
+    model: GPTModel,
+    optimizer: Optimizer,
+    config: RunConfig,
+    on_phase: Callable[[str, int], None] | None = None,
+) -> TrainingStep:
+    """One optimizer step as the options say."""
+    return TrainingStep(
+        model,
+        optimizer,
+        max_norm=config.max_norm,
+        seed=config.seed,
+        on_phase=on_phase,
+        fused_update=config.fused_update,
+    )
 
 
 def make_schedule(config: RunConfig, num_steps: int) -> Schedule:

@@ -145,13 +145,13 @@ def check_config(config: RunConfig) -> None:
         raise BadInputError(f"--seed {config.seed} must be less than 2^63")
     if config.fused_update and config.max_norm:
         raise BadInputError(
-            f"--fused-update cannot clip to the global norm (--max-norm {config.max_norm:g}): the norm is known only when "
-            f"all gradients are there, and each is applied and freed before the next one is made; add --max-norm 0"
+            f"--fused-update cannot clip to the global norm (--max-norm {config.max_norm:g}): the norm is known only "
+            f"when all gradients are there, and each is applied and freed before the next is made; add --max-norm 0"
         )
     if config.fused_update and config.accum_steps > 1:
         raise BadInputError(
-            f"--fused-update cannot accumulate (--accum-steps {config.accum_steps}): gradients are complete only in the "
-            f"last micro-batch, so all of them would be alive between two; use --accum-steps 1 and a larger --batch-size"
+            f"--fused-update cannot accumulate (--accum-steps {config.accum_steps}): gradients are complete only in "
+            f"the last micro-batch, so all would be alive between two; use --accum-steps 1 and a larger --batch-size"
         )
     unknown = sorted(set(recompute_groups(config)) - set(RECOMPUTE_GROUPS))
     if unknown:
@@ -173,7 +173,8 @@ def recompute_groups(config: RunConfig) -> list[str]:
 
 # What a resumed run may change: nothing that enters the arithmetic of the steps before max_steps.
 FREE_ON_RESUME = {
-    *("inputs", "glob", "epochs", "max_steps", "checkpoint_every", "recompute", "flush_interval", "fused_update", "engine", "device"),
+    *("inputs", "glob", "epochs", "max_steps", "checkpoint_every", "recompute", "flush_interval", "engine", "device"),
+    "fused_update",
     *(
         "log_interval",
         "log_file",

@@ -17,7 +17,8 @@ from ..engine.errors import VkfoldError
 from ..nn.gpt_model import GPTModel
 from ..nn.optimizers import Optimizer
 from ..nn.schedules import Schedule
-from ..nn.training_step import TrainingStep, evaluate_loss
+from ..nn.training_step import evaluate_loss
+from .model_setup import make_training_step
 from .progress import JsonLog, Progress
 from .run_config import RunConfig
 from .run_state import RunState
@@ -70,9 +71,7 @@ class TrainingRun:
         self.num_steps = num_steps
         self.root = root
         self._pool_stats: dict[str, Any] = {}
-        self._training_step = TrainingStep(
-            model, optimizer, max_norm=config.max_norm, seed=config.seed, on_phase=self._sample_pools
-        )
+        self._training_step = make_training_step(model, optimizer, config, self._sample_pools)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
     def run(self) -> Outcome:
@@ -116,13 +115,20 @@ class TrainingRun:
         rate = self.schedule(self.step)
         result = self._training_step(micro_batches, step=self.step, learning_rate=rate)
         if not result.finite:
-            self.windows = ShuffledWindows(len(self.data.train), config.seed, *cursor)
-            saved = f"; the state before it is saved in {self.save()}" if self.root else ""
             what = "loss" if result.non_finite == "loss" else f"gradient of {result.non_finite}"
             value = result.loss if result.non_finite == "loss" else result.grad_norm
+            if result.updated:
+                kept = (
+                    "other weights were updated before it was known (--fused-update), so this state is not saved: "
+                    "resume from the last save"
+                )
+            else:
+                self.windows = ShuffledWindows(len(self.data.train), config.seed, *cursor)
+                saved = f"; the state before it is saved in {self.save()}" if self.root else ""
+                kept = f"the weights were not updated{saved}"
             raise NonFiniteError(
-                f"step {self.step + 1}: the {what} is not finite ({'loss' if what == 'loss' else 'norm'} {value}), the "
-                f"weights were not updated{saved}. A smaller --lr, a longer --warmup-steps or --max-norm 1 may help"
+                f"step {self.step + 1}: the {what} is not finite ({'loss' if what == 'loss' else 'norm'} {value}), "
+                f"{kept}. A smaller --lr, a longer --warmup-steps or --max-norm 1 may help"
             )
         self.engine.release_idle_pool_blocks()
         self.step += 1

@@ -234,9 +234,7 @@ class AdafactorOp(Op):
         gpu.dispatch(kernel, groups, g, first, second, sums, squares, state, rows, cols, has_state)
         _total(gpu, squares, update_sum)
         kernel = MATRIX.pick(cols, p, g, second)
-        gpu.dispatch(
-            kernel, groups, p, g, first, second, sums, update_sum, p_sum, state, rows, cols, p.size, *last
-        )
+        gpu.dispatch(kernel, groups, p, g, first, second, sums, update_sum, p_sum, state, rows, cols, p.size, *last)
 
     def kernels(self) -> Iterable[Kernel]:
         for family in (ROWS, COLUMN_SQUARES, COLUMNS, VECTOR, MATRIX_SQUARES, MATRIX, FLAT, SQUARES, SUM):
