@@ -78,7 +78,7 @@ def variants(device: Capabilities) -> tuple[Variant, ...]:
 
 def all_variants(subgroup_size: int) -> tuple[Variant, ...]:
     """Every variant a device with this subgroup size can ask for."""
-    families = [_GPU]
+    families: list[tuple[Variant, ...]] = [_GPU]
     if subgroup_size == 4:
         families.append(_SWIFTSHADER)
     if subgroup_size in (4, 8, 16):  # lavapipe goes by the CPU's vector width
