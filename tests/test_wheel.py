@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -22,13 +23,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of the tree with what is installed here (no network)."""
     source = tmp_path_factory.mktemp("source") / "tree"
     out = tmp_path_factory.mktemp("wheel")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in listed.splitlines():
-        if (ROOT / name).is_file():
-            target = source / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes((ROOT / name).read_bytes())
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out), "."]
+    products = (
+        ".git",
+        ".venv",
+        "build",
+        "dist",
+        "spirv",
+        "*.egg-info",
+        "__pycache__",
+        ".*_cache",
+        ".hypothesis",
+        "demo-run",
+    )
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*products))
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), "."]
     built = subprocess.run(command, cwd=source, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
     (path,) = out.glob("*.whl")
@@ -54,22 +62,62 @@ def test_every_known_kernel_is_compiled_in_it(wheel: Path) -> None:
     assert not missing, missing
 
 
-def test_it_trains_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
-    """Unpacked, with glslang hidden and an empty cache: a few steps of text_train."""
-    site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)
+BASE = (
+    "--max-steps 3 --seq-len 16 --batch-size 2 --d-model 32 --num-layers 1 --accum-steps 2 --dropout 0.1 --save saves"
+)
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the wheel is installed into, and nothing else."""
+    target = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "-t", str(target), str(wheel)]
+    installed = subprocess.run(command, capture_output=True, text=True)
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+    return target
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--num-heads 2 --optimizer adamw --checkpoint-every 1",
+        "--num-heads 4 --num-kv-heads 2 --norm layernorm --activation gelu --positions learned --tie-head "
+        "--optimizer sgd",
+    ],
+)
+def test_it_trains_without_a_compiler(site: Path, tmp_path: Path, options: str) -> None:
+    """With every compiler hidden and an empty cache: a few steps of text_train, then text_generate."""
     (tmp_path / "text.txt").write_text("To measure is to know; to know is to measure again. " * 60, encoding="utf-8")
-    program = (
+    hidden = (
         "import sys, vkfold.engine.glsl_compiler as compiler\n"
         f"assert compiler.__file__.startswith({str(site)!r}), compiler.__file__\n"
         "compiler._library_folder = lambda: None\n"
         "compiler.importlib.util.find_spec = lambda name: None\n"
-        "from vkfold.tools.text_train import main\n"
-        "sys.exit(main(['text.txt', '--max-steps', '3', '--seq-len', '16', '--batch-size', '2', '--d-model', '32',\n"
-        "               '--num-heads', '2', '--num-layers', '1', '--save', 'saves']))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(site), "VKFOLD_CACHE_DIR": str(tmp_path / "cache")}
-    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stdout + run.stderr
+    for tool, arguments in (
+        ("text_train", f"text.txt {BASE} {options}"),
+        ("text_generate", "saves --prompt To --length 4"),
+    ):
+        program = f"{hidden}from vkfold.tools.{tool} import main\nsys.exit(main({arguments.split()!r}))\n"
+        run = subprocess.run(
+            [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, env=environment
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
     assert list((tmp_path / "saves").glob("step-*"))
     assert not (tmp_path / "cache" / "spirv").exists()
+
+
+def test_a_build_without_a_compiler_says_so(tmp_path: Path) -> None:
+    """One line with what is missing, and no wheel."""
+    program = (
+        "import sys, runpy\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import vkfold.engine.glsl_compiler as compiler\n"
+        "compiler.compiler_name = lambda: None\n"
+        f"sys.argv = ['setup.py', '-q', 'build_py', '--build-lib', {str(tmp_path / 'lib')!r}]\n"
+        "runpy.run_path('setup.py', run_name='__main__')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "no GLSL compiler is installed here" in run.stderr and "Traceback" not in run.stderr, run.stderr
