@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import nn
 from .engine.compute_engine import ComputeEngine
 from .engine.cpu_engine import CpuEngine
 from .engine.errors import VkfoldError
@@ -11,6 +12,7 @@ from .engine.kernel import Kernel
 from .engine.plan_engine import PlanEngine
 from .engine.tensor import Tensor, TensorSpec
 from .engine.vulkan_engine import VulkanEngine
+from .nn.state_files import load, save
 
 __version__ = "0.1.0"
 
@@ -51,6 +53,9 @@ __all__ = [
     "VkfoldError",
     "VulkanEngine",
     "default_engine",
+    "load",
+    "nn",
+    "save",
     "set_default_engine",
     "tensor",
     "zeros",

@@ -26,6 +26,7 @@ from .ops import rms_norm as rms_norm_op
 from .ops import rope as rope_op
 from .ops import scale as scale_op
 from .ops import sgd as sgd_op
+from .ops import softmax as softmax_op
 from .ops import sum as sum_op
 from .ops import swiglu as swiglu_op
 from .ops import zero as zero_op
@@ -72,6 +73,8 @@ class OpVerbs:
     scale = scale_op.scale
     sgd_ = sgd_op.sgd_
     silu = activation_op.silu
+    softmax = softmax_op.softmax
+    softmax_backward = softmax_op.softmax_backward
     sum = sum_op.sum_all
     swiglu = swiglu_op.swiglu
     swiglu_backward = swiglu_op.swiglu_backward
