@@ -21,6 +21,10 @@ class VulkanUnavailableError(VkfoldError):
     exit_code = 2
 
 
+class RecomputeMismatchError(VkfoldError):
+    """VKFOLD_CHECK_RECOMPUTE found a recomputed tensor that is not what forward made. The message names it."""
+
+
 class MissingActivationError(VkfoldError, RuntimeError):
     """A backward was asked for whose forward kept nothing (or whose cache was already used and released)."""
 

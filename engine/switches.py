@@ -38,6 +38,12 @@ def _log_level(value: str) -> str:
     return value.lower()
 
 
+def _on_off(value: str) -> bool:
+    if value not in ("0", "1"):
+        raise ValueError("expected 0 or 1")
+    return value == "1"
+
+
 def _folder(value: str) -> Path:
     path = Path(value).expanduser()
     if path.exists() and not path.is_dir():
@@ -70,6 +76,13 @@ SWITCHES: dict[str, Switch] = {
         ),
         Switch("VKFOLD_CACHE_DIR", "folder", None, _folder, "compiled kernels, pipelines and tuning results"),
         Switch("VKFOLD_VARIANT", "text", None, _text, "force kernel variants: op=variant, several with commas"),
+        Switch(
+            "VKFOLD_CHECK_RECOMPUTE",
+            "0 or 1",
+            False,
+            _on_off,
+            "1: hash every recomputed tensor and name the first that is not what forward made; slow",
+        ),
         Switch("VKFOLD_LOG", "level", "warning", _log_level, f"what to log: {', '.join(_LOG_LEVELS)}"),
     )
 }

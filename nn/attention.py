@@ -73,19 +73,28 @@ class Attention(Layer):
         self.start_forward()
         qkv = self.project(source())
         o, lse = self._attend(qkv)
-        if "qkv" not in self.recompute:
+        if "qkv" in self.recompute:
+            self.made(qkv=qkv)
+        else:
             self.keep(qkv=qkv)
         del qkv
-        if "attention" not in self.recompute:
+        if "attention" in self.recompute:
+            self.made(o=o, lse=lse)
+        else:
             self.keep(o=o, lse=lse)
         del lse
         return self.out.apply(o, residual)
 
     def backward_from(self, dy: Tensor, source: Callable[[], Tensor]) -> Tensor:
         """backward; `source()` gives x again whenever it is needed."""
-        qkv = self.project(source()) if "qkv" in self.recompute else self.take("qkv")
+        if "qkv" in self.recompute:
+            qkv = self.project(source())
+            self.made_again(qkv=qkv)
+        else:
+            qkv = self.take("qkv")
         if "attention" in self.recompute:
             o, lse = self._attend(qkv)
+            self.made_again(o=o, lse=lse)
         else:
             o, lse = self.take("o"), self.take("lse")
         d_o = self.out.input_gradient(dy)

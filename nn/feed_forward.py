@@ -72,12 +72,15 @@ class FeedForward(Layer):
         if not need_output and (not self.keeps or "mlp" in self.recompute):
             return None
         pre = self.up.apply(source())
-        if "mlp" not in self.recompute:
+        if "mlp" in self.recompute:
+            self.made(pre=pre)
+        else:
             self.keep(pre=pre)
         if not need_output:
             return None
         hidden = self._activate(pre)
         del pre
+        self.made(hidden=hidden)
         return self.down.apply(hidden, residual)
 
     def apply(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -86,7 +89,11 @@ class FeedForward(Layer):
 
     def backward_from(self, dy: Tensor, source: Callable[[], Tensor]) -> Tensor:
         """backward; `source()` gives x again whenever it is needed."""
-        pre = self.up.apply(source()) if "mlp" in self.recompute else self.take("pre")
+        if "mlp" in self.recompute:
+            pre = self.up.apply(source())
+            self.made_again(pre=pre)
+        else:
+            pre = self.take("pre")
         d_hidden = self.down.input_gradient(dy)
         if self.activation == "swiglu":
             d_pre = self.engine.swiglu_backward(d_hidden, pre)
@@ -95,6 +102,7 @@ class FeedForward(Layer):
         del d_hidden
         hidden = self._activate(pre)
         del pre
+        self.made_again(hidden=hidden)
         self.down.weight_gradient(dy, hidden)
         del hidden
         dx = self.up.input_gradient(d_pre)

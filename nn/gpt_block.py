@@ -111,7 +111,7 @@ class GPTBlock(Layer):
         stats = self._take_stats("norm2", self.norm2, mid)
         p = self.dropout if self.training else 0.0
         d_branch = self.engine.dropout(dy, p=p, site=self.first_site + 1) if p else dy
-        d_norm = self.feed_forward.backward_from(d_branch, lambda: self.norm2.rebuild(mid, stats))
+        d_norm = self.feed_forward.backward_from(d_branch, lambda: self._rebuild("norm2_out", self.norm2, mid, stats))
         del d_branch
         self.engine.add_(dy, self.norm2.backward_from(d_norm, mid, stats))
 
@@ -119,25 +119,37 @@ class GPTBlock(Layer):
         stats = self._take_stats("norm1", self.norm1, x)
         p = self.dropout if self.training else 0.0
         d_branch = self.engine.dropout(dy, p=p, site=self.first_site) if p else dy
-        d_norm = self.attention.backward_from(d_branch, lambda: self.norm1.rebuild(x, stats))
+        d_norm = self.attention.backward_from(d_branch, lambda: self._rebuild("norm1_out", self.norm1, x, stats))
         del d_branch
         self.engine.add_(dy, self.norm1.backward_from(d_norm, x, stats))
 
     def _norm1(self, x: Tensor) -> Tensor:
         y, stats = self.norm1.normalize(x)
         self._keep_stats("norm1", stats)
+        self.made(norm1_out=y)
         return y
 
     def _norm2(self, mid: Tensor) -> Tensor:
         y, stats = self.norm2.normalize(mid)
         self._keep_stats("norm2", stats)
+        self.made(norm2_out=y)
+        return y
+
+    def _rebuild(self, name: str, norm: RMSNorm | LayerNorm, x: Tensor, stats: Stats) -> Tensor:
+        y = norm.rebuild(x, stats)
+        self.made_again(**{name: y})
         return y
 
     def _keep_stats(self, name: str, stats: Stats) -> None:
-        if "norm" not in self.recompute:
-            self.keep(**{f"{name}.{i}": scalar for i, scalar in enumerate(stats)})
+        named = {f"{name}.{i}": scalar for i, scalar in enumerate(stats)}
+        if "norm" in self.recompute:
+            self.made(**named)
+        else:
+            self.keep(**named)
 
     def _take_stats(self, name: str, norm: RMSNorm | LayerNorm, x: Tensor) -> Stats:
         if "norm" in self.recompute:
-            return norm.normalize(x)[1]
+            stats = norm.normalize(x)[1]
+            self.made_again(**{f"{name}.{i}": scalar for i, scalar in enumerate(stats)})
+            return stats
         return tuple(self.take(f"{name}.{i}") for i in range(norm.num_stats))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
+from ..engine import switches
 from ..engine.compute_engine import ComputeEngine
 from ..engine.errors import BadInputError
 from ..engine.tensor import Tensor
+from .activation_offload import ActivationOffload
 from .attention import Attention
 from .embedding import Embedding
 from .feed_forward import FeedForward
@@ -18,6 +20,7 @@ from .gpt_config import GPTConfig
 from .layer import Layer
 from .losses import IGNORE_INDEX, LinearCrossEntropy
 from .parameter import Parameter
+from .recompute_check import RecomputeCheck
 from .rms_norm import Stats
 from .rope import Rope
 
@@ -65,6 +68,8 @@ class GPTModel(Layer):
         self.head_loss = LinearCrossEntropy(engine, self.head, chunk_bytes=loss_chunk_bytes)
         self.checkpoint_every = 0
         self.flush_interval = 0
+        self.activation_offload = False
+        self._offloaded = ActivationOffload(engine)
         self._position_ids: tuple[tuple[int, int], Tensor] | None = None
         self.initialize(seed)
 
@@ -120,11 +125,19 @@ class GPTModel(Layer):
         """The contract's switch: segments of one block, or off."""
         self.set_checkpoint_every(1 if on else 0)
 
-    def set_recompute(self, groups: Iterable[str]) -> None:
-        """Fine-grained recomputation in every block: see GPTBlock.set_recompute."""
+    def set_recompute(self, groups: Iterable[str], num_blocks: int | None = None) -> None:
+        """Fine-grained recomputation in the first num_blocks blocks, all unless given: see GPTBlock.set_recompute."""
         chosen = tuple(groups)
-        for block in self.blocks:
-            block.set_recompute(chosen)
+        for i, block in enumerate(self.blocks):
+            block.set_recompute(chosen if num_blocks is None or i < num_blocks else ())
+
+    def set_activation_offload(self, on: bool) -> None:
+        """Keep what blocks keep (the segments' inputs, when checkpointing) in host memory from forward to backward.
+
+        Each block's tensors go after its forward, and come back before the backward of the block that follows it.
+        """
+        self.activation_offload = bool(on)
+        self.release_cache()
 
     def set_flush_interval(self, num_blocks: int) -> None:
         """Submit what is recorded after every num_blocks blocks, forward and backward (0: never).
@@ -134,6 +147,21 @@ class GPTModel(Layer):
         if num_blocks < 0:
             raise ValueError(f"flush_interval is {num_blocks}, it must not be negative")
         self.flush_interval = num_blocks
+
+    def start_forward(self) -> None:
+        """Forget what an earlier forward kept, in host memory too."""
+        super().start_forward()
+        self._offloaded.clear()
+
+    def release_cache(self) -> None:
+        """Forget everything kept, in host memory too."""
+        super().release_cache()
+        self._offloaded.clear()
+
+    def set_training(self, on: bool) -> None:
+        """Off: no dropout, nothing kept, and what was kept is released."""
+        super().set_training(on)
+        self._offloaded.clear()
 
     # -- forward -----------------------------------------------------------------------------------------------------
     def forward(self, tokens: np.ndarray | Tensor) -> Tensor:
@@ -208,6 +236,7 @@ class GPTModel(Layer):
 
     def _trunk(self, tokens: Tensor) -> Tensor:
         self.start_forward()
+        self._start_check()
         engine = self.engine
         x = self.embedding.forward(tokens)
         if self.config.positions == "learned":
@@ -218,8 +247,26 @@ class GPTModel(Layer):
             if self.training and self.checkpoint_every and i % self.checkpoint_every == 0:
                 self.kept[f"segment.{i}"] = x
             x = block.forward(x)
+            if self.activation_offload and self.training:
+                self._offloaded.store(i, self._kept_of(i))
             self._maybe_flush(i)
         return x
+
+    def _kept_of(self, index: int) -> Iterator[tuple[str, dict[str, Tensor], str]]:
+        """(label, holder, key) of each tensor that one block keeps, or that is kept for its segment."""
+        if f"segment.{index}" in self.kept:
+            yield f"segment.{index}", self.kept, f"segment.{index}"
+        layers: list[tuple[str, Layer]] = [(f"blocks.{index}", self.blocks[index])]
+        for path, layer in layers:
+            for name in list(layer.kept):
+                yield f"{path}.{name}", layer.kept, name
+            layers += [(f"{path}.{name}", child) for name, child in layer.children()]
+
+    def _start_check(self) -> None:
+        if self.training and self.engine.computes and switches.get("VKFOLD_CHECK_RECOMPUTE"):
+            self.set_recompute_check(RecomputeCheck())
+        elif self.recompute_check is not None:
+            self.set_recompute_check(None)
 
     def _positions(self, batch: int, seq: int) -> Tensor:
         if self._position_ids is None or self._position_ids[0] != (batch, seq):
@@ -249,6 +296,8 @@ class GPTModel(Layer):
         stride = self.checkpoint_every or 1
         for start in reversed(range(0, len(self.blocks), stride)):
             segment = range(start, min(start + stride, len(self.blocks)))
+            self._offloaded.bring_back(start)
+            self._offloaded.prefetch(start - stride)
             if self.checkpoint_every:
                 self._recompute_segment(segment)
             for i in reversed(segment):
@@ -272,8 +321,13 @@ class GPTModel(Layer):
 
     def _recompute_segment(self, segment: range) -> None:
         x = self.take(f"segment.{segment.start}")
+        check = self.recompute_check
+        if check is not None:
+            check.recomputing = True
         for i in segment:
             x = self.blocks[i].forward_recompute(x, need_output=i != segment[-1])
+        if check is not None:
+            check.recomputing = False
 
     # -- values ------------------------------------------------------------------------------------------------------
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:

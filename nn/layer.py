@@ -11,6 +11,7 @@ from ..engine.compute_engine import ComputeEngine
 from ..engine.errors import MissingActivationError
 from ..engine.tensor import Tensor
 from .parameter import Parameter
+from .recompute_check import RecomputeCheck
 
 
 class Layer:
@@ -40,6 +41,8 @@ class Layer:
         self.training = True
         self.checkpoint_mode = False
         self.kept: dict[str, Tensor] = {}
+        self.recompute_check: RecomputeCheck | None = None
+        self.path = ""  # dotted name in the model, while a check is on
 
     # -- computing ---------------------------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **settings: Any) -> Any:
@@ -82,8 +85,21 @@ class Layer:
 
     def keep(self, **tensors: Tensor) -> None:
         """Keep tensors for backward under these names, unless nothing is to be kept."""
+        self.made(**tensors)
         if self.keeps:
             self.kept.update(tensors)
+
+    def made(self, **tensors: Tensor) -> None:
+        """Tell the recomputation check, if there is one, of tensors that backward makes again."""
+        if self.recompute_check is not None and self.training:
+            for name, tensor in tensors.items():
+                self.recompute_check.see(f"{self.path}.{name}", tensor)
+
+    def made_again(self, **tensors: Tensor) -> None:
+        """Tell the check that backward made these again. Raises RecomputeMismatchError when one is not the same."""
+        if self.recompute_check is not None:
+            for name, tensor in tensors.items():
+                self.recompute_check.compare(f"{self.path}.{name}", tensor)
 
     def take(self, name: str) -> Tensor:
         """Hand back a kept tensor and forget it. Raises MissingActivationError when it is not there."""
@@ -130,6 +146,12 @@ class Layer:
         self.checkpoint_mode = bool(on)
         for _, child in self.children():
             child.set_checkpoint_mode(on)
+
+    def set_recompute_check(self, check: RecomputeCheck | None, path: str = "") -> None:
+        """Have everything that is recomputed compared with what it was, sublayers included; None: stop."""
+        self.recompute_check, self.path = check, path
+        for name, child in self.children():
+            child.set_recompute_check(check, f"{path}.{name}" if path else name)
 
     def set_training(self, on: bool) -> None:
         """Off: no dropout, nothing kept, and what was kept is released."""

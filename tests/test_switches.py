@@ -23,6 +23,7 @@ ROOT = Path(switches.__file__).resolve().parent.parent
         ("VKFOLD_DEBUG", "3", 3),
         ("VKFOLD_CACHE_DIR", "/some/where", Path("/some/where")),
         ("VKFOLD_VARIANT", "matmul=tile_8x8", "matmul=tile_8x8"),
+        ("VKFOLD_CHECK_RECOMPUTE", "1", True),
         ("VKFOLD_LOG", "DEBUG", "debug"),
     ],
 )
@@ -38,6 +39,7 @@ def test_defaults_where_unset_or_empty() -> None:
             "VKFOLD_DEBUG": 0,
             "VKFOLD_CACHE_DIR": None,
             "VKFOLD_VARIANT": None,
+            "VKFOLD_CHECK_RECOMPUTE": False,
             "VKFOLD_LOG": "warning",
         }
 
