@@ -17,7 +17,7 @@ from vkfold.tools import text_train, training_run
 from vkfold.tools.saves import open_save
 
 TIED = GPTConfig(37, 16, 20, 2, 3, d_ff=24, tie_head=True, norm="layernorm", activation="gelu", positions="learned")
-UNTIED = GPTConfig(37, 16, 24, 6, 3, num_kv_heads=2, d_ff=28, dropout=0.1)
+UNTIED = GPTConfig(37, 16, 24, 6, 3, num_kv_heads=2, d_ff=28, tie_head=False, dropout=0.1)
 OPTIMIZERS = [AdamW, SGD, Adafactor]
 
 
