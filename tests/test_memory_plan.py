@@ -92,7 +92,7 @@ class Measured:
             engine.release_idle_pool_blocks()
             engine.end_batch()
             self.pools = engine.pool_stats()
-            assert engine.source.reserved_bytes == sum(stats.allocated_bytes for stats in self.pools.values())
+            assert engine.source.reserved_bytes == sum(pool.reserved_bytes for pool in engine.pools.values())
 
     @staticmethod
     def _count_device_memory(engine: VulkanEngine) -> list[int]:
@@ -150,7 +150,7 @@ def span(*elements: int) -> int:
 
 
 def test_closed_form_of_a_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No recomputation, AdamW: the peak is in the last block, when activation_backward holds three arrays of width f."""
+    """No recomputation, AdamW: the peak is in the last block, where activation_backward has three arrays of width f."""
     d, heads, layers, f, batch, seq, vocab = 32, 4, 3, 128, 4, 64, 64
     config = RunConfig(
         d_model=d,

@@ -16,6 +16,7 @@ from .memory_watch import MemoryWatch
 from .model_setup import gpt_config, make_model, make_optimizer, make_training_step
 from .run_config import RunConfig
 
+RESTORED = "restored"  # label of what activation offload brought back: the same tensors once more
 MATMUL_AND_ATTENTION = ("matmul", "attention")  # beginnings of the names of the ops whose FLOPs are compared
 
 
@@ -35,6 +36,11 @@ class TrainingPlan:
         return self.ledger.peak_bytes
 
     @property
+    def host_bytes(self) -> int:
+        """Most bytes in host memory at once (activation offload); never counted with the device's."""
+        return self.pools["host"].peak_live_bytes if "host" in self.pools else 0
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of the step, every op counted."""
         return sum(op.cost.flops for op in self.ledger.ops)
@@ -52,7 +58,7 @@ class TrainingPlan:
         layers: dict[str, dict[str, int]] = {}
         seen: set[str] = set()
         for allocation in self.ledger.allocations:
-            if allocation.kind != ACTIVATIONS or allocation.label in seen:
+            if allocation.kind != ACTIVATIONS or allocation.label in seen or allocation.label == RESTORED:
                 continue
             seen.add(allocation.label)
             parts = allocation.label.split(".")

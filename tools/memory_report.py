@@ -44,6 +44,7 @@ def training_json(plan: TrainingPlan, card: CardPlan | None, *, with_ops: bool) 
         "peak_phase": ledger.peak_phase,
         "peak_op_inputs": [list(shape) for shape in record.inputs],
         "by_kind": ledger.by_kind(),
+        "host_bytes": plan.host_bytes,
         "most_by_kind": {kind: plan.bytes_of(kind) for kind in KINDS if plan.bytes_of(kind)},
         "saved_by_layer": plan.saved_by_layer(),
         "flops_per_step": plan.flops,
@@ -94,6 +95,8 @@ def _print_kinds(console: Console, plan: TrainingPlan) -> None:
     overhead = ledger.reserved_at_peak - plan.peak_bytes
     table.add_row("pool overhead", size(overhead), size(ledger.peak_reserved_bytes - plan.peak_bytes))
     table.add_row("reserved from the driver", size(ledger.reserved_at_peak), size(ledger.peak_reserved_bytes))
+    if plan.host_bytes:
+        table.add_row("host memory", "", size(plan.host_bytes))
     console.print(table)
     record = ledger.ops[min(ledger.peak_op_number, len(ledger.ops) - 1)]
     shapes = ", ".join(str(list(shape)) for shape in record.inputs)
