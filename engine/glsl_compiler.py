@@ -196,7 +196,7 @@ def _compile_with_pyshaderc(text: str, name: str) -> bytes:
 def _error(name: str, text: str, log: str) -> GlslCompileError:
     """The first errors with the source lines they name. Lines count from the kernel's own text ('#line 1')."""
     body = text.split("#line 1\n", 1)[-1].splitlines()
-    lines = []
+    lines: list[str] = []
     for line in log.splitlines():
         if line.startswith("ERROR:") and len(lines) < 12:
             lines.append(line)
