@@ -1,9 +1,9 @@
 """The figures of docs/results.md, each shown by one command.
 
-    python benchmarks/training_figures.py curves TEXT        train and held-out loss fall together (PNG and table)
-    python benchmarks/training_figures.py resume TEXT        killed at a random moment and resumed: the straight run's bits
-    python benchmarks/training_figures.py engines TEXT       the same training on --engine cpu and on Vulkan
-    python benchmarks/training_figures.py checkpoint         peak of the step pool with --checkpoint-every 0, 1, 2; gradients
+    python benchmarks/training_figures.py curves TEXT    train and held-out loss fall together (PNG, table)
+    python benchmarks/training_figures.py resume TEXT    killed at a random moment, resumed: the straight run's bits
+    python benchmarks/training_figures.py engines TEXT   the same training on --engine cpu and on Vulkan
+    python benchmarks/training_figures.py checkpoint     peak of the step pool with --checkpoint-every 0, 1, 2
 
 TEXT is a text file. Runs go into a temporary folder, or --out FOLDER, which is kept.
 """
@@ -54,7 +54,8 @@ def log_of(save: Path) -> tuple[dict[int, float], dict[int, float]]:
 def arrays_of(save: Path) -> dict[str, np.ndarray]:
     """Weights and moments of the newest save."""
     folder = save / (save / "latest").read_text(encoding="utf-8").strip()
-    return {f"{kind}:{n}": a for kind in ("model", "optimizer") for n, a in vf.load(folder / f"{kind}.safetensors").items()}
+    kinds = {kind: vf.load(folder / f"{kind}.safetensors") for kind in ("model", "optimizer")}
+    return {f"{kind}:{name}": array for kind, arrays in kinds.items() for name, array in arrays.items()}
 
 
 def differences(a: Path, b: Path) -> tuple[int, float]:

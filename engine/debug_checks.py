@@ -87,7 +87,8 @@ class MemoryChecks:
         recorder.op_work = 0.0
         for address, words in self._guards(storage):
             groups = -(-words // 64)
-            recorder.dispatch(GUARD_KERNEL, groups, address, self._report.address, words, _GUARD_WORD, len(self._names) - 1)
+            report, name = self._report.address, len(self._names) - 1
+            recorder.dispatch(GUARD_KERNEL, groups, address, report, words, _GUARD_WORD, name)
 
     def check_guards(self) -> None:
         """Compare the guards of all live storages and raise for any that broke since the last call. Waits."""
@@ -97,7 +98,9 @@ class MemoryChecks:
         if broken:
             self._engine.recorder.write(self._report, 0, bytes(4))
             name = self._names[broken]
-            raise VkfoldError(f"guard words of a tensor made by {name!r} were overwritten: a kernel wrote outside its tensor")
+            raise VkfoldError(
+                f"guard words of a tensor made by {name!r} were overwritten: a kernel wrote outside its tensor"
+            )
 
     # -- ops ---------------------------------------------------------------------------------------------------------
     @contextmanager

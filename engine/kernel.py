@@ -120,7 +120,8 @@ class Kernel:
         self.packer = struct.Struct("<" + "".join(arg.letter for arg in self.args) + "I")
         if self.packer.size > 128:
             raise ValueError(
-                f"kernel {name!r}: {self.packer.size} bytes of arguments, Vulkan promises 128: put the rest into a tensor"
+                f"kernel {name!r}: {self.packer.size} bytes of arguments, Vulkan promises 128: "
+                "put the rest into a tensor"
             )
         self.num_pointers = sum(flags)
         self.takes_step = "step" in names

@@ -65,7 +65,10 @@ class Recorder:
     def _open(self) -> Batch:
         batch = self._current
         if batch is None:
-            batch = self._spare.pop() if self._spare else Batch(self.device.create_command_buffer(), self.device.create_fence())
+            if self._spare:
+                batch = self._spare.pop()
+            else:
+                batch = Batch(self.device.create_command_buffer(), self.device.create_fence())
             batch.commands.begin()
             self._current = batch
         return batch

@@ -18,7 +18,9 @@ EPS32 = 2.0**-24  # half a unit in the last place of float32, relative
 Call = Callable[..., Any]
 
 
-def sampled_sizes(dimensions: int, count: int, seed: int = 0, sizes: Sequence[int] = ODD_SIZES) -> list[tuple[int, ...]]:
+def sampled_sizes(
+    dimensions: int, count: int, seed: int = 0, sizes: Sequence[int] = ODD_SIZES
+) -> list[tuple[int, ...]]:
     """`count` size combinations: every size in every position first, then a seeded sample of the product."""
     rng = np.random.default_rng(seed)
     columns = [rng.permutation(sizes) for _ in range(dimensions)]

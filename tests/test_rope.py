@@ -26,7 +26,9 @@ def tables(length: int, half: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize(("batch", "seq", "heads", "head_dim", "extra"), [(1, 1, 1, 2, 0), (3, 17, 5, 6, 7), (2, 65, 3, 64, 64)])
+@pytest.mark.parametrize(
+    ("batch", "seq", "heads", "head_dim", "extra"), [(1, 1, 1, 2, 0), (3, 17, 5, 6, 7), (2, 65, 3, 64, 64)]
+)
 def test_against_the_oracle(
     vulkan: VulkanEngine,
     oracle: CpuEngine,

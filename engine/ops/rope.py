@@ -113,9 +113,8 @@ class RopeOp(Op):
         num_pairs = batch * seq * num_heads * half
         direction = -1.0 if inverse else 1.0
         groups = -(-num_pairs // _LOCAL_SIZE)
-        gpu.dispatch(
-            KERNELS[interleaved], groups, x, cos, sin, num_pairs, half, num_heads, seq, width, position_offset, direction
-        )
+        sizes = (num_pairs, half, num_heads, seq, width, position_offset)
+        gpu.dispatch(KERNELS[interleaved], groups, x, cos, sin, *sizes, direction)
 
     def kernels(self) -> Iterable[Kernel]:
         return KERNELS.values()
