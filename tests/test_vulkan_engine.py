@@ -114,7 +114,7 @@ def test_bad_arguments_are_refused_before_recording(vulkan: VulkanEngine) -> Non
 
 
 def test_the_pool_recovers_idle_blocks_before_it_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a budget of three blocks: idle ones are returned and retried; too large a tensor is an error with numbers."""
+    """With a budget of three blocks: idle ones are returned and retried; too large is an error with numbers."""
     monkeypatch.setenv("VKFOLD_DEBUG", "0")  # guard words make tensors larger
     block = 2**20
     with VulkanEngine(block_bytes=block, budget_bytes=3 * block) as engine:
