@@ -15,13 +15,8 @@
 #else
 #define UNROLL [[unroll]]
 #endif
-#define MAX_TRIPS 32768  // lavapipe ends any loop after 65,535 iterations
 #define FLAG_CAUSAL 1u
 #define FLAG_LENGTHS 2u
-#define NEGATIVE_INFINITY uintBitsToFloat(0xFF800000u)
-
-// exp that hands NaN on: a driver's polynomial may not.
-float exp_or_nan(float x) { return isnan(x) ? x : exp(x); }
 
 // Costly and cheap tiles alternate, so that any contiguous half of the workgroups holds half of the causal work.
 uint balanced_tile(uint turn, uint tiles) { return (turn & 1u) == 0u ? tiles - 1u - turn / 2u : turn / 2u; }

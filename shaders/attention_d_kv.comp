@@ -1,5 +1,7 @@
 // Attention backward for keys and values: a lane holds k, v, dK and dV of ROWS key rows in registers and walks over the
-// queries that see them, of all query heads of the group in order, so nothing is ever added up by two tiles.
+// queries that see them, of all query heads of the group in order, so nothing is ever added up by two tiles. A dispatch
+// takes num_members heads of each group from first_member on and continues the sums of the one before.
+#include "exp.glsl"
 #include "attention_common.glsl"
 
 void main() {
@@ -26,6 +28,10 @@ void main() {
             v[r * HEAD_DIM + d] = args.v.v[at + d];
             d_k[r * HEAD_DIM + d] = 0.0;
             d_v[r * HEAD_DIM + d] = 0.0;
+            if (args.first_member > 0u) {
+                d_k[r * HEAD_DIM + d] = args.d_k.v[at + d];
+                d_v[r * HEAD_DIM + d] = args.d_v.v[at + d];
+            }
         }
     }
 
@@ -36,57 +42,55 @@ void main() {
     const int end = last < first ? begin : positions_of_key(last, past, offset, past).y - offset;
     const int my_query = int(lane % KEYS);
     const uint my_dim = lane / KEYS % DIMS;
-    for (uint member = 0; member < group; member++) {
-        const uint head = kv_head * group + member;
+    for (uint member = 0; member < args.num_members; member++) {
+        const uint head = kv_head * group + args.first_member + member;
         const uint lse_base = (batch * args.num_heads + head) * args.num_queries;
-        for (int outer = begin; outer < end; outer += MAX_TRIPS * KEYS) {
-            for (int query = outer; query < min(end, outer + MAX_TRIPS * KEYS); query += KEYS) {
-                const uint mine = uint(min(query + my_query, int(args.num_queries) - 1));
-                const uint my_row = batch * args.num_queries + mine;
-                const float my_lse = args.lse.v[lse_base + mine], my_delta = args.delta.v[lse_base + mine];
-                float s[ROWS * KEYS], d_p[ROWS * KEYS], queries[CHUNKS], d_outputs[CHUNKS];
-                UNROLL for (uint i = 0; i < ROWS * KEYS; i++) s[i] = d_p[i] = 0.0;
-                UNROLL for (uint c = 0; c < CHUNKS; c++) {
-                    uint at = my_row * args.q_row + head * HEAD_DIM + my_dim;
-                    queries[c] = args.q.v[CHUNK_INDEX(c)];
-                    at = my_row * args.o_row + head * HEAD_DIM + my_dim;
-                    d_outputs[c] = args.d_o.v[CHUNK_INDEX(c)];
-                    UNROLL for (uint u = 0; u < DIMS; u++) {
-                        if (c * DIMS + u < HEAD_DIM) {
-                            UNROLL for (uint j = 0; j < KEYS; j++) {
-                                const float q = subgroupShuffle(queries[c], u * KEYS + j);
-                                const float d_o = subgroupShuffle(d_outputs[c], u * KEYS + j);
-                                UNROLL for (uint r = 0; r < ROWS; r++) {
-                                    const uint at_d = r * HEAD_DIM + c * DIMS + u;
-                                    s[r * KEYS + j] = fma(k[at_d], q, s[r * KEYS + j]);
-                                    d_p[r * KEYS + j] = fma(v[at_d], d_o, d_p[r * KEYS + j]);
-                                }
+        for (int query = begin; query < end; query += KEYS) {
+            const uint mine = uint(min(query + my_query, int(args.num_queries) - 1));
+            const uint my_row = batch * args.num_queries + mine;
+            const float my_lse = args.lse.v[lse_base + mine], my_delta = args.delta.v[lse_base + mine];
+            float s[ROWS * KEYS], d_p[ROWS * KEYS], queries[CHUNKS], d_outputs[CHUNKS];
+            UNROLL for (uint i = 0; i < ROWS * KEYS; i++) s[i] = d_p[i] = 0.0;
+            UNROLL for (uint c = 0; c < CHUNKS; c++) {
+                uint at = my_row * args.q_row + head * HEAD_DIM + my_dim;
+                queries[c] = args.q.v[CHUNK_INDEX(c)];
+                at = my_row * args.o_row + head * HEAD_DIM + my_dim;
+                d_outputs[c] = args.d_o.v[CHUNK_INDEX(c)];
+                UNROLL for (uint u = 0; u < DIMS; u++) {
+                    if (c * DIMS + u < HEAD_DIM) {
+                        UNROLL for (uint j = 0; j < KEYS; j++) {
+                            const float q = subgroupShuffle(queries[c], u * KEYS + j);
+                            const float d_o = subgroupShuffle(d_outputs[c], u * KEYS + j);
+                            UNROLL for (uint r = 0; r < ROWS; r++) {
+                                const uint at_d = r * HEAD_DIM + c * DIMS + u;
+                                s[r * KEYS + j] = fma(k[at_d], q, s[r * KEYS + j]);
+                                d_p[r * KEYS + j] = fma(v[at_d], d_o, d_p[r * KEYS + j]);
                             }
                         }
                     }
                 }
-                UNROLL for (uint j = 0; j < KEYS; j++) {
-                    const float lse = subgroupShuffle(my_lse, j);
-                    const float delta = subgroupShuffle(my_delta, j);
-                    UNROLL for (uint r = 0; r < ROWS; r++) {
-                        const uint i = r * KEYS + j;
-                        const bool seen = uint(offset + query + int(j) - low[r]) < uint(count[r]) && lse != NEGATIVE_INFINITY;
-                        const float p = seen ? exp_or_nan(s[i] * args.scale - lse) : 0.0;
-                        s[i] = p;
-                        d_p[i] = seen ? p * (d_p[i] - delta) * args.scale : 0.0;
-                    }
+            }
+            UNROLL for (uint j = 0; j < KEYS; j++) {
+                const float lse = subgroupShuffle(my_lse, j);
+                const float delta = subgroupShuffle(my_delta, j);
+                UNROLL for (uint r = 0; r < ROWS; r++) {
+                    const uint i = r * KEYS + j;
+                    const bool seen = uint(offset + query + int(j) - low[r]) < uint(count[r]) && lse != NEGATIVE_INFINITY;
+                    const float p = seen ? exp_or_zero(s[i] * args.scale - lse) : 0.0;
+                    s[i] = p;
+                    d_p[i] = seen ? p * (d_p[i] - delta) * args.scale : 0.0;
                 }
-                UNROLL for (uint c = 0; c < CHUNKS; c++) {
-                    UNROLL for (uint u = 0; u < DIMS; u++) {
-                        if (c * DIMS + u < HEAD_DIM) {
-                            UNROLL for (uint j = 0; j < KEYS; j++) {
-                                const float q = subgroupShuffle(queries[c], u * KEYS + j);
-                                const float d_o = subgroupShuffle(d_outputs[c], u * KEYS + j);
-                                UNROLL for (uint r = 0; r < ROWS; r++) {
-                                    const uint at_d = r * HEAD_DIM + c * DIMS + u;
-                                    d_k[at_d] = fma(d_p[r * KEYS + j], q, d_k[at_d]);
-                                    d_v[at_d] = fma(s[r * KEYS + j], d_o, d_v[at_d]);
-                                }
+            }
+            UNROLL for (uint c = 0; c < CHUNKS; c++) {
+                UNROLL for (uint u = 0; u < DIMS; u++) {
+                    if (c * DIMS + u < HEAD_DIM) {
+                        UNROLL for (uint j = 0; j < KEYS; j++) {
+                            const float q = subgroupShuffle(queries[c], u * KEYS + j);
+                            const float d_o = subgroupShuffle(d_outputs[c], u * KEYS + j);
+                            UNROLL for (uint r = 0; r < ROWS; r++) {
+                                const uint at_d = r * HEAD_DIM + c * DIMS + u;
+                                d_k[at_d] = fma(d_p[r * KEYS + j], q, d_k[at_d]);
+                                d_v[at_d] = fma(s[r * KEYS + j], d_o, d_v[at_d]);
                             }
                         }
                     }

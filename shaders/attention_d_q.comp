@@ -1,5 +1,6 @@
 // Attention backward for queries: dQ, and delta = rowsum(dO * O), which attention_d_kv reads (Dao 2023, section 3.2).
 // Scores are computed again from q, k and the log-sum-exp; a lane holds q, dO and dQ of ROWS query rows in registers.
+#include "exp.glsl"
 #include "attention_common.glsl"
 
 void main() {
@@ -39,44 +40,42 @@ void main() {
     const uint base = batch * args.num_keys * args.kv_row + kv_head * HEAD_DIM;
     const int my_key = int(lane % KEYS);
     const uint my_dim = lane / KEYS % DIMS;
-    for (int outer = begin; outer < end; outer += MAX_TRIPS * KEYS) {
-        for (int key = outer; key < min(end, outer + MAX_TRIPS * KEYS); key += KEYS) {
-            const uint at = base + uint(min(key + my_key, end - 1)) * args.kv_row + my_dim;
-            float s[ROWS * KEYS], d_p[ROWS * KEYS], keys[CHUNKS];
-            UNROLL for (uint i = 0; i < ROWS * KEYS; i++) s[i] = d_p[i] = 0.0;
-            UNROLL for (uint c = 0; c < CHUNKS; c++) {
-                keys[c] = args.k.v[CHUNK_INDEX(c)];
-                const float values = args.v.v[CHUNK_INDEX(c)];
-                UNROLL for (uint u = 0; u < DIMS; u++) {
-                    if (c * DIMS + u < HEAD_DIM) {
-                        UNROLL for (uint j = 0; j < KEYS; j++) {
-                            const float k = subgroupShuffle(keys[c], u * KEYS + j);
-                            const float v = subgroupShuffle(values, u * KEYS + j);
-                            UNROLL for (uint r = 0; r < ROWS; r++) {
-                                const uint at_d = r * HEAD_DIM + c * DIMS + u;
-                                s[r * KEYS + j] = fma(q[at_d], k, s[r * KEYS + j]);
-                                d_p[r * KEYS + j] = fma(d_o[at_d], v, d_p[r * KEYS + j]);
-                            }
+    for (int key = begin; key < end; key += KEYS) {
+        const uint at = base + uint(min(key + my_key, end - 1)) * args.kv_row + my_dim;
+        float s[ROWS * KEYS], d_p[ROWS * KEYS], keys[CHUNKS];
+        UNROLL for (uint i = 0; i < ROWS * KEYS; i++) s[i] = d_p[i] = 0.0;
+        UNROLL for (uint c = 0; c < CHUNKS; c++) {
+            keys[c] = args.k.v[CHUNK_INDEX(c)];
+            const float values = args.v.v[CHUNK_INDEX(c)];
+            UNROLL for (uint u = 0; u < DIMS; u++) {
+                if (c * DIMS + u < HEAD_DIM) {
+                    UNROLL for (uint j = 0; j < KEYS; j++) {
+                        const float k = subgroupShuffle(keys[c], u * KEYS + j);
+                        const float v = subgroupShuffle(values, u * KEYS + j);
+                        UNROLL for (uint r = 0; r < ROWS; r++) {
+                            const uint at_d = r * HEAD_DIM + c * DIMS + u;
+                            s[r * KEYS + j] = fma(q[at_d], k, s[r * KEYS + j]);
+                            d_p[r * KEYS + j] = fma(d_o[at_d], v, d_p[r * KEYS + j]);
                         }
                     }
                 }
             }
-            UNROLL for (uint r = 0; r < ROWS; r++) {
-                UNROLL for (uint j = 0; j < KEYS; j++) {
-                    const uint i = r * KEYS + j;
-                    const bool seen = uint(key + int(j) - low[r]) < uint(count[r]);
-                    s[i] = seen ? exp_or_nan(s[i] * args.scale - lse[r]) * (d_p[i] - delta[r]) * args.scale : 0.0;
-                }
+        }
+        UNROLL for (uint r = 0; r < ROWS; r++) {
+            UNROLL for (uint j = 0; j < KEYS; j++) {
+                const uint i = r * KEYS + j;
+                const bool seen = uint(key + int(j) - low[r]) < uint(count[r]);
+                s[i] = seen ? exp_or_zero(s[i] * args.scale - lse[r]) * (d_p[i] - delta[r]) * args.scale : 0.0;
             }
-            UNROLL for (uint c = 0; c < CHUNKS; c++) {
-                UNROLL for (uint u = 0; u < DIMS; u++) {
-                    if (c * DIMS + u < HEAD_DIM) {
-                        UNROLL for (uint j = 0; j < KEYS; j++) {
-                            const float k = subgroupShuffle(keys[c], u * KEYS + j);
-                            UNROLL for (uint r = 0; r < ROWS; r++) {
-                                const uint at_d = r * HEAD_DIM + c * DIMS + u;
-                                d_q[at_d] = fma(s[r * KEYS + j], k, d_q[at_d]);
-                            }
+        }
+        UNROLL for (uint c = 0; c < CHUNKS; c++) {
+            UNROLL for (uint u = 0; u < DIMS; u++) {
+                if (c * DIMS + u < HEAD_DIM) {
+                    UNROLL for (uint j = 0; j < KEYS; j++) {
+                        const float k = subgroupShuffle(keys[c], u * KEYS + j);
+                        UNROLL for (uint r = 0; r < ROWS; r++) {
+                            const uint at_d = r * HEAD_DIM + c * DIMS + u;
+                            d_q[at_d] = fma(s[r * KEYS + j], k, d_q[at_d]);
                         }
                     }
                 }

@@ -1,5 +1,6 @@
 // Attention forward, one fold over key blocks (Dao 2023, FlashAttention-2; online softmax of Milakov & Gimelshein 2018).
 // A lane holds ROWS query rows: q, the unnormalised output and the running maximum and sum stay in registers.
+#include "exp.glsl"
 #include "attention_common.glsl"
 
 void main() {
@@ -35,54 +36,52 @@ void main() {
     const uint base = batch * args.num_keys * args.kv_row + kv_head * HEAD_DIM;
     const int my_key = int(lane % KEYS);
     const uint my_dim = lane / KEYS % DIMS;
-    for (int outer = begin; outer < end; outer += MAX_TRIPS * KEYS) {
-        for (int key = outer; key < min(end, outer + MAX_TRIPS * KEYS); key += KEYS) {
-            // Rows past the end are read from the last valid key and masked: they may never have been written.
-            const uint at = base + uint(min(key + my_key, end - 1)) * args.kv_row + my_dim;
-            float s[ROWS * KEYS];
-            UNROLL for (uint i = 0; i < ROWS * KEYS; i++) s[i] = 0.0;
-            UNROLL for (uint c = 0; c < CHUNKS; c++) {
-                const float loaded = args.k.v[CHUNK_INDEX(c)];
-                UNROLL for (uint u = 0; u < DIMS; u++) {
-                    if (c * DIMS + u < HEAD_DIM) {
-                        UNROLL for (uint j = 0; j < KEYS; j++) {
-                            const float k = subgroupShuffle(loaded, u * KEYS + j);
-                            UNROLL for (uint r = 0; r < ROWS; r++)
-                                s[r * KEYS + j] = fma(q[r * HEAD_DIM + c * DIMS + u], k, s[r * KEYS + j]);
-                        }
+    for (int key = begin; key < end; key += KEYS) {
+        // Rows past the end are read from the last valid key and masked: they may never have been written.
+        const uint at = base + uint(min(key + my_key, end - 1)) * args.kv_row + my_dim;
+        float s[ROWS * KEYS];
+        UNROLL for (uint i = 0; i < ROWS * KEYS; i++) s[i] = 0.0;
+        UNROLL for (uint c = 0; c < CHUNKS; c++) {
+            const float loaded = args.k.v[CHUNK_INDEX(c)];
+            UNROLL for (uint u = 0; u < DIMS; u++) {
+                if (c * DIMS + u < HEAD_DIM) {
+                    UNROLL for (uint j = 0; j < KEYS; j++) {
+                        const float k = subgroupShuffle(loaded, u * KEYS + j);
+                        UNROLL for (uint r = 0; r < ROWS; r++)
+                            s[r * KEYS + j] = fma(q[r * HEAD_DIM + c * DIMS + u], k, s[r * KEYS + j]);
                     }
                 }
             }
-            float decay[ROWS];
-            UNROLL for (uint r = 0; r < ROWS; r++) {
-                float highest = top[r];
-                UNROLL for (uint j = 0; j < KEYS; j++) {
-                    const bool seen = uint(key + int(j) - low[r]) < uint(count[r]);
-                    s[r * KEYS + j] = seen ? s[r * KEYS + j] * args.scale : NEGATIVE_INFINITY;
-                    highest = max(highest, s[r * KEYS + j]);
-                }
-                // While a row has seen nothing but -inf, subtracting 0 keeps -inf - -inf from being NaN.
-                const float shift = highest == NEGATIVE_INFINITY ? 0.0 : highest;
-                decay[r] = top[r] == NEGATIVE_INFINITY ? 0.0 : exp_or_nan(top[r] - shift);
-                top[r] = highest;
-                float sum = 0.0;
-                UNROLL for (uint j = 0; j < KEYS; j++) {
-                    const float score = s[r * KEYS + j];
-                    s[r * KEYS + j] = score == NEGATIVE_INFINITY ? 0.0 : exp_or_nan(score - shift);
-                    sum += s[r * KEYS + j];
-                }
-                total[r] = fma(total[r], decay[r], sum);
+        }
+        float decay[ROWS];
+        UNROLL for (uint r = 0; r < ROWS; r++) {
+            float highest = top[r];
+            UNROLL for (uint j = 0; j < KEYS; j++) {
+                const bool seen = uint(key + int(j) - low[r]) < uint(count[r]);
+                s[r * KEYS + j] = seen ? s[r * KEYS + j] * args.scale : NEGATIVE_INFINITY;
+                highest = max(highest, s[r * KEYS + j]);
             }
-            UNROLL for (uint c = 0; c < CHUNKS; c++) {
-                const float loaded = args.v.v[CHUNK_INDEX(c)];
-                UNROLL for (uint u = 0; u < DIMS; u++) {
-                    if (c * DIMS + u < HEAD_DIM) {
-                        UNROLL for (uint r = 0; r < ROWS; r++) acc[r * HEAD_DIM + c * DIMS + u] *= decay[r];
-                        UNROLL for (uint j = 0; j < KEYS; j++) {
-                            const float v = subgroupShuffle(loaded, u * KEYS + j);
-                            UNROLL for (uint r = 0; r < ROWS; r++)
-                                acc[r * HEAD_DIM + c * DIMS + u] = fma(s[r * KEYS + j], v, acc[r * HEAD_DIM + c * DIMS + u]);
-                        }
+            // While a row has seen nothing but -inf, subtracting 0 keeps -inf - -inf from being NaN.
+            const float shift = highest == NEGATIVE_INFINITY ? 0.0 : highest;
+            decay[r] = top[r] == NEGATIVE_INFINITY ? 0.0 : exp_or_zero(top[r] - shift);
+            top[r] = highest;
+            float sum = 0.0;
+            UNROLL for (uint j = 0; j < KEYS; j++) {
+                const float score = s[r * KEYS + j];
+                s[r * KEYS + j] = score == NEGATIVE_INFINITY ? 0.0 : exp_or_zero(score - shift);
+                sum += s[r * KEYS + j];
+            }
+            total[r] = fma(total[r], decay[r], sum);
+        }
+        UNROLL for (uint c = 0; c < CHUNKS; c++) {
+            const float loaded = args.v.v[CHUNK_INDEX(c)];
+            UNROLL for (uint u = 0; u < DIMS; u++) {
+                if (c * DIMS + u < HEAD_DIM) {
+                    UNROLL for (uint r = 0; r < ROWS; r++) acc[r * HEAD_DIM + c * DIMS + u] *= decay[r];
+                    UNROLL for (uint j = 0; j < KEYS; j++) {
+                        const float v = subgroupShuffle(loaded, u * KEYS + j);
+                        UNROLL for (uint r = 0; r < ROWS; r++)
+                            acc[r * HEAD_DIM + c * DIMS + u] = fma(s[r * KEYS + j], v, acc[r * HEAD_DIM + c * DIMS + u]);
                     }
                 }
             }
@@ -97,7 +96,7 @@ void main() {
             UNROLL for (uint d = 0; d < HEAD_DIM; d++)
                 args.o.v[at + d] = empty ? 0.0 : acc[r * HEAD_DIM + d] / total[r];
             args.lse.v[(batch * args.num_heads + head) * args.num_queries + row] =
-                empty ? NEGATIVE_INFINITY : top[r] + log(total[r]);
+                empty ? NEGATIVE_INFINITY : top[r] + log_or_nan(total[r]);
         }
     }
 }

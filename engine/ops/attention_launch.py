@@ -21,9 +21,10 @@ _ARGS = {
     "d_q": "in f32 q, in f32 k, in f32 v, in f32 o, in f32 d_o, in f32 lse, in i32 key_lengths, "
     f"out f32 d_q, out f32 delta, {_SIZES}",
     "d_kv": "in f32 q, in f32 k, in f32 v, in f32 d_o, in f32 lse, in f32 delta, in i32 key_lengths, "
-    f"out f32 d_k, out f32 d_v, {_SIZES}",
+    f"inout f32 d_k, inout f32 d_v, {_SIZES}, uint first_member, uint num_members",
 }
 _CAUSAL, _LENGTHS = 1, 2
+MAX_ROUNDS = 65000  # lavapipe 22.3 ends an invocation's loops after 65,535 rounds in all
 
 
 class Part(NamedTuple):
@@ -80,7 +81,7 @@ def all_kernels(*kinds: str) -> Iterator[Kernel]:
 
 def _run(
     gpu: Any, kind: str, shape: AttentionShape, heads: int, num_rows: int, pointers: tuple[Any, ...],
-    lengths: Tensor | None, causal: bool, window: int, scale: float,
+    lengths: Tensor | None, causal: bool, window: int, scale: float, *more: int,
 ) -> None:  # fmt: skip
     rows = choose_rows(gpu, shape.head_dim, num_rows)
     tiles = -(-num_rows // (gpu.subgroup_size * rows))
@@ -99,6 +100,7 @@ def _run(
         min(window, shape.num_queries + shape.num_keys),
         _CAUSAL * causal + _LENGTHS * (lengths is not None),
         scale,
+        *more,
     )
 
 
@@ -115,9 +117,14 @@ def launch_backward(
     gpu: Any, shape: AttentionShape, d_o: Tensor, q: Part, k: Part, v: Part, o: Tensor, lse: Tensor,
     d_q: Part, d_k: Part, d_v: Part, delta: Tensor, lengths: Tensor | None, causal: bool, window: int, scale: float,
 ) -> None:  # fmt: skip
-    """Record attention backward: dQ with rowsum(dO * O), then dK and dV."""
+    """Record attention backward: dQ with rowsum(dO * O), then dK and dV, several query heads of a group at a time."""
     some = lse if lengths is None else lengths
     pointers = (q.pointer, k.pointer, v.pointer, o, d_o, lse, some, d_q.pointer, delta)
     _run(gpu, "d_q", shape, shape.num_heads, shape.num_queries, pointers, lengths, causal, window, scale)
     pointers = (q.pointer, k.pointer, v.pointer, d_o, lse, delta, some, d_k.pointer, d_v.pointer)
-    _run(gpu, "d_kv", shape, shape.num_kv_heads, shape.num_keys, pointers, lengths, causal, window, scale)
+    group = shape.num_heads // shape.num_kv_heads
+    rounds = -(-shape.num_queries // block_rows(shape.head_dim, min(gpu.subgroup_size, 8))) + 1
+    step = max(1, min(group, MAX_ROUNDS // rounds))
+    for first in range(0, group, step):
+        members = (first, min(step, group - first))
+        _run(gpu, "d_kv", shape, shape.num_kv_heads, shape.num_keys, pointers, lengths, causal, window, scale, *members)

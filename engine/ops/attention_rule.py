@@ -18,6 +18,7 @@ import numpy as np
 from ..tensor import TensorSpec
 
 MAX_HEAD_DIM = 256
+MAX_POSITIONS = 2**16 * 2 - 1024  # a kernel passes two positions a round, and no driver may cut its loop short
 
 
 class AttentionShape(NamedTuple):
@@ -84,6 +85,10 @@ def _check(
         raise ValueError(f"attention: float32 tensors are needed, not {', '.join(spec.dtype for spec in specs)}")
     if not 1 <= shape.head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"attention: head_dim {shape.head_dim} is not within 1..{MAX_HEAD_DIM}")
+    if max(shape.num_queries, shape.num_keys) > MAX_POSITIONS:
+        raise ValueError(
+            f"attention: {shape.num_queries} queries and {shape.num_keys} keys; at most {MAX_POSITIONS} are possible"
+        )
     if shape.num_kv_heads < 1 or shape.num_heads % shape.num_kv_heads:
         raise ValueError(f"attention: {shape.num_heads} heads cannot share {shape.num_kv_heads} kv heads evenly")
     if window < 0:
