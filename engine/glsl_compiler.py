@@ -203,4 +203,4 @@ def _error(name: str, text: str, log: str) -> GlslCompileError:
             number = re.match(r"ERROR: \S*?(\d+):(\d+):", line)
             if number and 0 < int(number[2]) <= len(body):
                 lines.append(f"    {int(number[2])} | {body[int(number[2]) - 1].strip()}")
-    return GlslCompileError(f"kernel {name!r} does not compile:\n" + "\n".join(lines or [log]))
+    return GlslCompileError(f"kernel {name!r} does not compile:\n" + "\n".join(lines or log.splitlines()[:12]))
