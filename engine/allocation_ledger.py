@@ -39,7 +39,9 @@ class Allocation:
     """One range of a pool from its birth to its death.
 
     nbytes: with the pool's rounding. born, died: event numbers; died is None while it lives. op: number of the op that
-    was running, or ran next, when it was born. shape: of an op's output, else empty.
+    was running, or ran next, when it was born. shape: of an op's output, else empty. requested: bytes of the tensor,
+    without rounding. block: sequence number of its block, -1 where unknown. aliases: further labels it was given: other
+    names of the same bytes.
     """
 
     pool: str
@@ -51,13 +53,27 @@ class Allocation:
     label: str = ""
     died: int | None = None
     shape: tuple[int, ...] = ()
+    requested: int = 0
+    block: int = -1
+    aliases: list[str] = field(default_factory=list)
+
+
+@dataclass
+class BlockRecord:
+    """One block of a pool from the event that added it to the one that released it; died is None while it is held."""
+
+    pool: str
+    sequence: int
+    nbytes: int
+    born: int
+    died: int | None = None
 
 
 @dataclass
 class OpRecord:
     """One op call. event: number of the last event before its outputs and temporaries were freed again.
 
-    live_bytes: with its outputs and temporaries. made: its outputs.
+    live_bytes: with its outputs and temporaries. made: its outputs. read: its inputs, one for each that the ledger knows.
     """
 
     op: str
@@ -68,6 +84,7 @@ class OpRecord:
     event: int = 0
     live_bytes: int = 0
     made: list[Allocation] = field(default_factory=list)
+    read: list[Allocation] = field(default_factory=list)
 
     @property
     def kept(self) -> bool:
@@ -88,6 +105,7 @@ class AllocationLedger:
         self.engine = engine
         self.allocations: list[Allocation] = []
         self.ops: list[OpRecord] = []
+        self.blocks: list[BlockRecord] = []
         self.live: dict[tuple[str, int, int], Allocation] = {}
         self.live_bytes = 0
         self.reserved_bytes = 0
@@ -113,6 +131,7 @@ class AllocationLedger:
                 self.live_bytes += pool.live_bytes
                 self.allocations.append(Allocation(name, pool.live_bytes, 0, 0, "", EARLIER))
             self.reserved_bytes += pool.reserved_bytes
+            self.blocks += [BlockRecord(name, block.sequence, block.nbytes, 0) for block in pool.blocks()]
             pool.observer = self._observer(name)
         self.start_peak()
 
@@ -143,6 +162,7 @@ class AllocationLedger:
             self.events += 1
             if event == "allocate":
                 allocation = Allocation(pool, nbytes, self.events, self._op_number, self.phase, self._default_kind)
+                allocation.block, allocation.requested = block, nbytes
                 self.live[pool, block, offset] = allocation
                 self.allocations.append(allocation)
                 self.live_bytes += nbytes
@@ -159,18 +179,29 @@ class AllocationLedger:
                     earlier.nbytes -= nbytes
             elif event == "add_block":
                 self.reserved_bytes += nbytes
+                self.blocks.append(BlockRecord(pool, block, nbytes, self.events))
                 self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
             elif event == "release_block":
                 self.reserved_bytes -= nbytes
+                held = (b for b in self.blocks if b.pool == pool and b.sequence == block and b.died is None)
+                next(held).died = self.events
 
         return heard
+
+    def note_requested(self, pool: str, block: int, offset: int, nbytes: int) -> None:
+        """Called by the engine with the bytes it asked for, before the pool rounded them up."""
+        allocation = self.live.get((pool, block, offset))
+        if allocation is not None:
+            allocation.requested = nbytes
 
     # -- ops ---------------------------------------------------------------------------------------------------------
     def begin_op(self, op: Op, inputs: Any, rule: Rule) -> None:
         """Called by the engine before an op allocates."""
         shapes = [tensor.shape for tensor in inputs if tensor is not None]
         outputs = [spec.shape for spec in rule.outputs]
-        self.ops.append(OpRecord(op.name, self.phase, shapes, outputs, rule.cost))
+        known = (self.live.get(_key(tensor)) for tensor in inputs if tensor is not None)
+        read = [allocation for allocation in known if allocation is not None]
+        self.ops.append(OpRecord(op.name, self.phase, shapes, outputs, rule.cost, read=read))
         self._in_op = True
 
     def end_op(self, made: list[Tensor]) -> None:
@@ -186,10 +217,14 @@ class AllocationLedger:
 
     # -- kinds -------------------------------------------------------------------------------------------------------
     def label(self, tensor: Tensor, kind: str, label: str = "") -> None:
-        """Say of which kind a live tensor is; the first word stands."""
+        """Say of which kind a live tensor is; the first word stands, later labels are aliases."""
         allocation = self.live.get(_key(tensor))
-        if allocation is not None and allocation.kind == TEMPORARY:
+        if allocation is None:
+            return
+        if allocation.kind == TEMPORARY:
             allocation.kind, allocation.label = kind, label
+        elif label and label != allocation.label and label not in allocation.aliases:
+            allocation.aliases.append(label)
 
     def rename(self, tensor: Tensor, label: str) -> None:
         """Give a live tensor another label."""

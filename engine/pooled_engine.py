@@ -45,6 +45,8 @@ class PooledEngine(ComputeEngine):
             # Idle blocks of the other pool, and blocks waiting for a fence, may be what is missing.
             self._recover_memory()
             range_ = pool.allocate(nbytes + 2 * guard)
+        if self.ledger is not None:
+            self.ledger.note_requested(pool.name, range_.block.sequence, range_.offset, range_.requested)
         storage = Storage((pool, range_), nbytes, self._address(range_) + guard, self._give_back)
         if guard:
             self._guard(storage)

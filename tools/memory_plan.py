@@ -72,12 +72,18 @@ class TrainingPlan:
         return int(self.ledger.curve(kind=kind).max())
 
 
-def plan_training(config: RunConfig, vocab_size: int) -> TrainingPlan:
-    """Plan the first optimizer step of a run.
+def plan_training(
+    config: RunConfig,
+    vocab_size: int,
+    *,
+    engine: PlanEngine | None = None,
+    watch_type: type[MemoryWatch] = MemoryWatch,
+) -> TrainingPlan:
+    """Plan the first optimizer step of a run, on an engine of its own unless given.
 
     Raises BadInputError for sizes no engine can hold.
     """
-    engine = PlanEngine()
+    engine = engine or PlanEngine()
     ledger = AllocationLedger(engine)
     ledger.attach()
     tokens = np.zeros((config.batch_size, config.seq_len), np.int32)
