@@ -29,7 +29,9 @@ class AttentionOp(Op):
     ) -> Sequence[TensorSpec]:
         return q, rule.separate_shape(q, k, v, key_lengths, window).lse
 
-    def flops(self, q: TensorSpec, k: TensorSpec, v: TensorSpec, *rest: Any, causal: bool, window: int, **_: Any) -> int:
+    def flops(
+        self, q: TensorSpec, k: TensorSpec, v: TensorSpec, *rest: Any, causal: bool, window: int, **_: Any
+    ) -> int:
         return rule.flops(rule.separate_shape(q, k, v, None, window), causal, window, products=2)
 
     def reference(
@@ -84,7 +86,15 @@ class AttentionBackwardOp(Op):
         return (lse,)  # rowsum(dO * O)
 
     def flops(
-        self, d_o: TensorSpec, q: TensorSpec, k: TensorSpec, v: TensorSpec, *rest: Any, causal: bool, window: int, **_: Any
+        self,
+        d_o: TensorSpec,
+        q: TensorSpec,
+        k: TensorSpec,
+        v: TensorSpec,
+        *rest: Any,
+        causal: bool,
+        window: int,
+        **_: Any,
     ) -> int:
         return rule.flops(rule.separate_shape(q, k, v, None, window), causal, window, products=7)
 
@@ -170,9 +180,7 @@ def attention_backward(
     """
     factor = _scale(q.shape[-1] if q.ndim else 0, scale)
     inputs = (d_o, q, k, v, o, lse, key_lengths)
-    d_q, d_k, d_v = engine.execute(
-        ATTENTION_BACKWARD, inputs, causal=bool(causal), window=int(window), scale=factor
-    )
+    d_q, d_k, d_v = engine.execute(ATTENTION_BACKWARD, inputs, causal=bool(causal), window=int(window), scale=factor)
     return d_q, d_k, d_v
 
 

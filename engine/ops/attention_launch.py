@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 from ..kernel import Kernel
@@ -40,11 +40,11 @@ class Part(NamedTuple):
 
 
 def block_rows(head_dim: int, spread: int) -> int:
-    """Rows of the other side in one block: part of the accumulation order, so a function of head_dim and device alone."""
+    """Rows of the other side in one block: part of the accumulation order, so a function of head_dim and device."""
     return min(spread, 8 if head_dim <= 32 else 4 if head_dim <= 128 else 2)
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel(kind: str, head_dim: int, spread: int, rows: int) -> Kernel:
     """The kernel for tiles of `rows` rows a lane on devices that spread loads over `spread` lanes."""
     return Kernel(

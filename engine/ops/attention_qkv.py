@@ -36,7 +36,14 @@ class AttentionQkvOp(Op):
     name = "attention_qkv"
 
     def outputs(
-        self, qkv: TensorSpec, key_lengths: TensorSpec | None, *, num_heads: int, num_kv_heads: int, window: int, **_: Any
+        self,
+        qkv: TensorSpec,
+        key_lengths: TensorSpec | None,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        window: int,
+        **_: Any,
     ) -> Sequence[TensorSpec]:
         shape = rule.fused_shape(qkv, key_lengths, num_heads, num_kv_heads, window)
         return TensorSpec((shape.batch, shape.num_queries, shape.o_row)), shape.lse

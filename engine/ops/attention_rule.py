@@ -1,6 +1,6 @@
 """What both attention ops share on the host: shapes, the mask rule, cost, and the plain NumPy formulas.
 
-The mask rule, in one place: with `num_queries` s and `num_keys` t, query i stands at position t - s + i. It sees key j if
+The mask rule, in one place: with s queries and t keys, query i stands at position t - s + i. It sees key j if
 
 - j < key_lengths[batch] (key padding; all t keys when there are no lengths),
 - causal: j <= position,
@@ -78,9 +78,7 @@ def fused_shape(
     return shape
 
 
-def _check(
-    shape: AttentionShape, specs: tuple[TensorSpec, ...], key_lengths: TensorSpec | None, window: int
-) -> None:
+def _check(shape: AttentionShape, specs: tuple[TensorSpec, ...], key_lengths: TensorSpec | None, window: int) -> None:
     if any(spec.dtype != "float32" for spec in specs):
         raise ValueError(f"attention: float32 tensors are needed, not {', '.join(spec.dtype for spec in specs)}")
     if not 1 <= shape.head_dim <= MAX_HEAD_DIM:
@@ -123,9 +121,7 @@ def flops(shape: AttentionShape, causal: bool, window: int, products: int) -> in
     return 2 * products * shape.head_dim * shape.batch * shape.num_heads * int((high - low).sum())
 
 
-def _mask(
-    shape: AttentionShape, batch: int, key_lengths: np.ndarray | None, causal: bool, window: int
-) -> np.ndarray:
+def _mask(shape: AttentionShape, batch: int, key_lengths: np.ndarray | None, causal: bool, window: int) -> np.ndarray:
     position = (shape.num_keys - shape.num_queries + np.arange(shape.num_queries))[:, None]
     key = np.arange(shape.num_keys)[None, :]
     seen = np.ones((shape.num_queries, shape.num_keys), bool)

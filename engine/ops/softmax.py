@@ -89,7 +89,8 @@ def softmax(engine: ComputeEngine, x: Tensor) -> Tensor:
     """exp(x - max) / sum(exp(x - max)) over the last dimension (Milakov & Gimelshein 2018: running maximum).
 
     x: [..., n] -> [..., n]. An entry of -inf is masked: exactly 0. A row masked throughout gives zeros, never 1/n.
-    NaN or +inf anywhere in a row makes the whole row NaN. Raises ValueError for no columns or more than a kernel loops over.
+    NaN or +inf anywhere in a row makes the whole row NaN. Raises ValueError for no columns, or
+    more than a kernel loops over.
     """
     (y,) = engine.execute(SOFTMAX, (x,))
     return y
