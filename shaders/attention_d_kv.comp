@@ -1,6 +1,6 @@
 // Attention backward for keys and values: a lane holds k, v, dK and dV of ROWS key rows in registers and walks over the
 // queries that see them, of all query heads of the group in order, so nothing is ever added up by two tiles. A dispatch
-// takes num_members heads of each group from first_member on and continues the sums of the one before.
+// takes num_members heads of each group from first_member on; with CONTINUES it goes on with the sums of the one before.
 #include "exp.glsl"
 #include "attention_common.glsl"
 
@@ -26,12 +26,13 @@ void main() {
         UNROLL for (uint d = 0; d < HEAD_DIM; d++) {
             k[r * HEAD_DIM + d] = args.k.v[at + d];
             v[r * HEAD_DIM + d] = args.v.v[at + d];
+#if CONTINUES
+            d_k[r * HEAD_DIM + d] = args.d_k.v[at + d];
+            d_v[r * HEAD_DIM + d] = args.d_v.v[at + d];
+#else
             d_k[r * HEAD_DIM + d] = 0.0;
             d_v[r * HEAD_DIM + d] = 0.0;
-            if (args.first_member > 0u) {
-                d_k[r * HEAD_DIM + d] = args.d_k.v[at + d];
-                d_v[r * HEAD_DIM + d] = args.d_v.v[at + d];
-            }
+#endif
         }
     }
 

@@ -13,10 +13,11 @@ from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
 from . import attention_launch as launcher
 from . import attention_rule as rule
-from .attention_launch import Part
+from .attention_launch import Mask, Part
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
+    from ..recorder import Recorder
 
 
 class AttentionOp(Op):
@@ -45,15 +46,24 @@ class AttentionOp(Op):
         window: int,
         scale: float,
     ) -> Sequence[np.ndarray]:
-        shape = rule.separate_shape(*[TensorSpec(a.shape) for a in (q, k, v)], None, window)
+        shape = _shape_of(q, k, v, window)
         return rule.reference_forward(shape, q, k, v, key_lengths, causal, window, scale)
 
     def launch(
-        self, gpu: Any, inputs: Sequence[Any], outputs: Sequence[Tensor], *, causal: bool, window: int, scale: float
+        self,
+        gpu: Recorder,
+        inputs: Sequence[Any],
+        outputs: Sequence[Tensor],
+        *,
+        causal: bool,
+        window: int,
+        scale: float,
     ) -> None:
         q, k, v, lengths = inputs
         shape = rule.separate_shape(q.spec, k.spec, v.spec, None, window)
-        launcher.launch_forward(gpu, shape, Part(q), Part(k), Part(v), *outputs, lengths, causal, window, scale)
+        o, lse = outputs
+        mask = Mask(lengths, causal, window, scale)
+        launcher.launch_forward(gpu, shape, mask, [Part(q), Part(k), Part(v)], o, lse)
 
     def kernels(self) -> Iterable[Kernel]:
         return launcher.all_kernels("forward")
@@ -112,22 +122,32 @@ class AttentionBackwardOp(Op):
         window: int,
         scale: float,
     ) -> Sequence[np.ndarray]:
-        shape = rule.separate_shape(*[TensorSpec(a.shape) for a in (q, k, v)], None, window)
+        shape = _shape_of(q, k, v, window)
         return rule.reference_backward(shape, d_o, q, k, v, o, lse, key_lengths, causal, window, scale)
 
     def launch(
-        self, gpu: Any, inputs: Sequence[Any], outputs: Sequence[Tensor], *, causal: bool, window: int, scale: float
+        self,
+        gpu: Recorder,
+        inputs: Sequence[Any],
+        outputs: Sequence[Tensor],
+        *,
+        causal: bool,
+        window: int,
+        scale: float,
     ) -> None:
         d_o, q, k, v, o, lse, lengths = inputs
-        d_q, d_k, d_v, delta = outputs
+        *gradients, delta = outputs
         shape = rule.separate_shape(q.spec, k.spec, v.spec, None, window)
-        launcher.launch_backward(
-            gpu, shape, d_o, Part(q), Part(k), Part(v), o, lse, Part(d_q), Part(d_k), Part(d_v), delta, lengths,
-            causal, window, scale,
-        )  # fmt: skip
+        mask = Mask(lengths, causal, window, scale)
+        parts = [Part(t) for t in gradients]
+        launcher.launch_backward(gpu, shape, mask, d_o, [Part(q), Part(k), Part(v)], o, lse, parts, delta)
 
     def kernels(self) -> Iterable[Kernel]:
-        return launcher.all_kernels("d_q", "d_kv")
+        return launcher.all_kernels("d_q", "d_kv", "d_kv_more")
+
+
+def _shape_of(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int) -> rule.AttentionShape:
+    return rule.separate_shape(TensorSpec(q.shape), TensorSpec(k.shape), TensorSpec(v.shape), None, window)
 
 
 ATTENTION = register(AttentionOp())

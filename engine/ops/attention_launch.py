@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
 
 from ..kernel import Kernel
 from ..tensor import Tensor
 from .attention_rule import AttentionShape
+
+if TYPE_CHECKING:
+    from ..recorder import Recorder
 
 KNOWN_HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128)  # compiled ahead of time; any other up to 256 at first use
 
@@ -27,6 +30,9 @@ _CAUSAL, _LENGTHS = 1, 2
 MAX_ROUNDS = 65000  # lavapipe 22.3 ends an invocation's loops after 65,535 rounds in all
 
 
+Pointer: TypeAlias = Union[Tensor, "tuple[Tensor, int]"]  # as a dispatch takes it
+
+
 class Part(NamedTuple):
     """A pointer into a tensor: where q, k or v begins, in elements."""
 
@@ -34,9 +40,18 @@ class Part(NamedTuple):
     start: int = 0
 
     @property
-    def pointer(self) -> tuple[Tensor, int]:
+    def pointer(self) -> Pointer:
         """The (tensor, byte offset) pair a dispatch takes."""
         return self.tensor, 4 * self.start
+
+
+class Mask(NamedTuple):
+    """Settings of one call: which pairs are seen, and the scale of scores."""
+
+    lengths: Tensor | None
+    causal: bool
+    window: int
+    scale: float
 
 
 def block_rows(head_dim: int, spread: int) -> int:
@@ -46,22 +61,30 @@ def block_rows(head_dim: int, spread: int) -> int:
 
 @cache
 def kernel(kind: str, head_dim: int, spread: int, rows: int) -> Kernel:
-    """The kernel for tiles of `rows` rows a lane on devices that spread loads over `spread` lanes."""
-    return Kernel(
-        f"attention_{kind}_{head_dim}_r{rows}",
-        f"attention_{kind}.comp",
-        _ARGS[kind],
-        subgroups=1,
-        defines={"HEAD_DIM": head_dim, "SPREAD": spread, "KEYS": block_rows(head_dim, spread), "ROWS": rows},
-    )
+    """The kernel for tiles of `rows` rows a lane on devices that spread loads over `spread` lanes.
+
+    kind: forward, d_q, d_kv, or d_kv_more, which goes on with what d_kv left.
+    """
+    defines: dict[str, int | float | str] = {
+        "HEAD_DIM": head_dim,
+        "SPREAD": spread,
+        "KEYS": block_rows(head_dim, spread),
+        "ROWS": rows,
+    }
+    source = kind
+    if kind.startswith("d_kv"):
+        defines["CONTINUES"] = int(kind == "d_kv_more")
+        source = "d_kv"
+    name = f"attention_{kind}_{head_dim}_r{rows}"
+    return Kernel(name, f"attention_{source}.comp", _ARGS[source], subgroups=1, defines=defines)
 
 
 def most_rows(head_dim: int) -> int:
     """Rows a lane of the widest tile. Wider ones spill more registers than they save loads, and compile for seconds."""
-    return 4 if head_dim <= 48 else 2 if head_dim <= 96 else 1
+    return 4 if head_dim <= 16 else 2 if head_dim <= 96 else 1
 
 
-def choose_rows(gpu: Any, head_dim: int, num_rows: int) -> int:
+def choose_rows(gpu: Recorder, head_dim: int, num_rows: int) -> int:
     """Rows a lane: wide tiles on CPU drivers, where loads are dear, unless the tile would stand mostly empty.
 
     GPUs hide loads behind other subgroups and have no registers to spare. The bits do not depend on this choice.
@@ -80,9 +103,15 @@ def all_kernels(*kinds: str) -> Iterator[Kernel]:
 
 
 def _run(
-    gpu: Any, kind: str, shape: AttentionShape, heads: int, num_rows: int, pointers: tuple[Any, ...],
-    lengths: Tensor | None, causal: bool, window: int, scale: float, *more: int,
-) -> None:  # fmt: skip
+    gpu: Recorder,
+    kind: str,
+    shape: AttentionShape,
+    mask: Mask,
+    heads: int,
+    num_rows: int,
+    pointers: Sequence[Pointer],
+    *more: int,
+) -> None:
     rows = choose_rows(gpu, shape.head_dim, num_rows)
     tiles = -(-num_rows // (gpu.subgroup_size * rows))
     gpu.dispatch(
@@ -97,34 +126,48 @@ def _run(
         shape.kv_row,
         shape.o_row,
         tiles,
-        min(window, shape.num_queries + shape.num_keys),
-        _CAUSAL * causal + _LENGTHS * (lengths is not None),
-        scale,
+        min(mask.window, shape.num_queries + shape.num_keys),
+        _CAUSAL * mask.causal + _LENGTHS * (mask.lengths is not None),
+        mask.scale,
         *more,
     )
 
 
 def launch_forward(
-    gpu: Any, shape: AttentionShape, q: Part, k: Part, v: Part, o: Tensor, lse: Tensor, lengths: Tensor | None,
-    causal: bool, window: int, scale: float,
-) -> None:  # fmt: skip
-    """Record attention forward: one dispatch."""
-    pointers = (q.pointer, k.pointer, v.pointer, lse if lengths is None else lengths, o, lse)
-    _run(gpu, "forward", shape, shape.num_heads, shape.num_queries, pointers, lengths, causal, window, scale)
+    gpu: Recorder, shape: AttentionShape, mask: Mask, parts: Sequence[Part], o: Tensor, lse: Tensor
+) -> None:
+    """Record attention forward over the q, k and v of `parts`: one dispatch."""
+    some = lse if mask.lengths is None else mask.lengths  # the kernel looks at lengths only when flagged
+    q, k, v = (part.pointer for part in parts)
+    pointers: list[Pointer] = [q, k, v, some, o, lse]
+    _run(gpu, "forward", shape, mask, shape.num_heads, shape.num_queries, pointers)
 
 
 def launch_backward(
-    gpu: Any, shape: AttentionShape, d_o: Tensor, q: Part, k: Part, v: Part, o: Tensor, lse: Tensor,
-    d_q: Part, d_k: Part, d_v: Part, delta: Tensor, lengths: Tensor | None, causal: bool, window: int, scale: float,
-) -> None:  # fmt: skip
-    """Record attention backward: dQ with rowsum(dO * O), then dK and dV, several query heads of a group at a time."""
-    some = lse if lengths is None else lengths
-    pointers = (q.pointer, k.pointer, v.pointer, o, d_o, lse, some, d_q.pointer, delta)
-    _run(gpu, "d_q", shape, shape.num_heads, shape.num_queries, pointers, lengths, causal, window, scale)
-    pointers = (q.pointer, k.pointer, v.pointer, d_o, lse, delta, some, d_k.pointer, d_v.pointer)
+    gpu: Recorder,
+    shape: AttentionShape,
+    mask: Mask,
+    d_o: Tensor,
+    parts: Sequence[Part],
+    o: Tensor,
+    lse: Tensor,
+    gradients: Sequence[Part],
+    delta: Tensor,
+) -> None:
+    """Record attention backward into the d_q, d_k and d_v of `gradients`.
+
+    First dQ with delta = rowsum(dO * O), then dK and dV: all query heads of a group at once, unless their loops would
+    be longer than a driver runs.
+    """
+    some = lse if mask.lengths is None else mask.lengths
+    q, k, v = (part.pointer for part in parts)
+    d_q, d_k, d_v = (part.pointer for part in gradients)
+    pointers: list[Pointer] = [q, k, v, o, d_o, lse, some, d_q, delta]
+    _run(gpu, "d_q", shape, mask, shape.num_heads, shape.num_queries, pointers)
     group = shape.num_heads // shape.num_kv_heads
     rounds = -(-shape.num_queries // block_rows(shape.head_dim, min(gpu.subgroup_size, 8))) + 1
     step = max(1, min(group, MAX_ROUNDS // rounds))
+    pointers = [q, k, v, d_o, lse, delta, some, d_k, d_v]
     for first in range(0, group, step):
-        members = (first, min(step, group - first))
-        _run(gpu, "d_kv", shape, shape.num_kv_heads, shape.num_keys, pointers, lengths, causal, window, scale, *members)
+        kind, members = "d_kv_more" if first else "d_kv", min(step, group - first)
+        _run(gpu, kind, shape, mask, shape.num_kv_heads, shape.num_keys, pointers, first, members)

@@ -13,11 +13,12 @@ from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
 from . import attention_launch as launcher
 from . import attention_rule as rule
-from .attention_launch import Part
+from .attention_launch import Mask, Part
 from .attention_rule import AttentionShape
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
+    from ..recorder import Recorder
 
 
 def _parts(qkv: Tensor, shape: AttentionShape) -> tuple[Part, Part, Part]:
@@ -79,7 +80,7 @@ class AttentionQkvOp(Op):
 
     def launch(
         self,
-        gpu: Any,
+        gpu: Recorder,
         inputs: Sequence[Any],
         outputs: Sequence[Tensor],
         *,
@@ -91,7 +92,8 @@ class AttentionQkvOp(Op):
     ) -> None:
         qkv, lengths = inputs
         shape = rule.fused_shape(qkv.spec, None, num_heads, num_kv_heads, window)
-        launcher.launch_forward(gpu, shape, *_parts(qkv, shape), *outputs, lengths, causal, window, scale)
+        o, lse = outputs
+        launcher.launch_forward(gpu, shape, Mask(lengths, causal, window, scale), _parts(qkv, shape), o, lse)
 
     def kernels(self) -> Iterable[Kernel]:
         return launcher.all_kernels("forward")
@@ -160,7 +162,7 @@ class AttentionQkvBackwardOp(Op):
 
     def launch(
         self,
-        gpu: Any,
+        gpu: Recorder,
         inputs: Sequence[Any],
         outputs: Sequence[Tensor],
         *,
@@ -173,12 +175,11 @@ class AttentionQkvBackwardOp(Op):
         d_o, qkv, o, lse, lengths = inputs
         d_qkv, delta = outputs
         shape = rule.fused_shape(qkv.spec, None, num_heads, num_kv_heads, window)
-        launcher.launch_backward(
-            gpu, shape, d_o, *_parts(qkv, shape), o, lse, *_parts(d_qkv, shape), delta, lengths, causal, window, scale
-        )
+        mask = Mask(lengths, causal, window, scale)
+        launcher.launch_backward(gpu, shape, mask, d_o, _parts(qkv, shape), o, lse, _parts(d_qkv, shape), delta)
 
     def kernels(self) -> Iterable[Kernel]:
-        return launcher.all_kernels("d_q", "d_kv")
+        return launcher.all_kernels("d_q", "d_kv", "d_kv_more")
 
 
 ATTENTION_QKV = register(AttentionQkvOp())
