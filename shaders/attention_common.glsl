@@ -8,9 +8,8 @@
 #define CHUNKS ((HEAD_DIM + DIMS - 1) / DIMS)
 // The element this lane loads of chunk c; at: row start + my_dim. Lanes past the last dimension repeat it, unused.
 #define CHUNK_INDEX(c) ((c) * DIMS + DIMS <= HEAD_DIM ? at + (c) * DIMS : at - my_dim + min((c) * DIMS + my_dim, HEAD_DIM - 1u))
-// Register tiles need unrolled loops. The driver with subgroups of 4 (SwiftShader) takes minutes and gigabytes for them,
-// and is quick enough with loops as they are.
-#if SPREAD < 8
+// Register tiles need unrolled loops. Only SwiftShader takes minutes and gigabytes for them; it gets loops as they are.
+#if ROLLED
 #define UNROLL
 #else
 #define UNROLL [[unroll]]

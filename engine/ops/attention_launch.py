@@ -59,47 +59,63 @@ def block_rows(head_dim: int, spread: int) -> int:
     return min(spread, 8 if head_dim <= 32 else 4 if head_dim <= 128 else 2)
 
 
-@cache
-def kernel(kind: str, head_dim: int, spread: int, rows: int) -> Kernel:
-    """The kernel for tiles of `rows` rows a lane on devices that spread loads over `spread` lanes.
+class Tile(NamedTuple):
+    """How a kernel cuts its work. No choice but `spread`, which the device gives, changes a bit of the results.
 
-    kind: forward, d_q, d_kv, or d_kv_more, which goes on with what d_kv left.
+    spread: lanes that share the loads of a block. rows: query (or key) rows a lane. rolled: loops are left to the
+    driver, for one that cannot bear to see them unrolled.
     """
-    defines: dict[str, int | float | str] = {
-        "HEAD_DIM": head_dim,
-        "SPREAD": spread,
-        "KEYS": block_rows(head_dim, spread),
-        "ROWS": rows,
-    }
-    source = kind
-    if kind.startswith("d_kv"):
-        defines["CONTINUES"] = int(kind == "d_kv_more")
-        source = "d_kv"
-    name = f"attention_{kind}_{head_dim}_r{rows}"
-    return Kernel(name, f"attention_{source}.comp", _ARGS[source], subgroups=1, defines=defines)
+
+    spread: int
+    rows: int
+    rolled: bool
 
 
-def most_rows(head_dim: int) -> int:
+@cache
+def kernel(kind: str, head_dim: int, tile: Tile) -> Kernel:
+    """The kernel for one tile. kind: forward, d_q, d_kv, or d_kv_more, which goes on with what d_kv left."""
+    source, continues = ("d_kv", 1) if kind == "d_kv_more" else (kind, 0)
+    return Kernel(
+        f"attention_{kind}_{head_dim}_r{tile.rows}{'_rolled' * tile.rolled}",
+        f"attention_{source}.comp",
+        _ARGS[source],
+        subgroups=1,
+        defines={
+            "HEAD_DIM": head_dim,
+            "SPREAD": tile.spread,
+            "KEYS": block_rows(head_dim, tile.spread),
+            "ROWS": tile.rows,
+            "ROLLED": int(tile.rolled),
+            "CONTINUES": continues,
+        },
+    )
+
+
+def most_rows(head_dim: int, rolled: bool) -> int:
     """Rows a lane of the widest tile. Wider ones spill more registers than they save loads, and compile for seconds."""
+    if rolled:  # the tile lies in memory, whatever its size
+        return 4
     return 4 if head_dim <= 16 else 2 if head_dim <= 96 else 1
 
 
-def choose_rows(gpu: Recorder, head_dim: int, num_rows: int) -> int:
-    """Rows a lane: wide tiles on CPU drivers, where loads are dear, unless the tile would stand mostly empty.
+def choose_tile(gpu: Recorder, head_dim: int, num_rows: int) -> Tile:
+    """Wide tiles on CPU drivers, where loads are dear, unless they would stand mostly empty.
 
-    GPUs hide loads behind other subgroups and have no registers to spare. The bits do not depend on this choice.
+    GPUs hide loads behind other subgroups and have no registers to spare: one row a lane.
     """
-    widest = most_rows(head_dim)
-    return widest if gpu.is_cpu and num_rows > gpu.subgroup_size * widest // 2 else 1
+    rolled = gpu.driver == "SwiftShader"
+    widest = most_rows(head_dim, rolled)
+    rows = widest if gpu.is_cpu and num_rows > gpu.subgroup_size * widest // 2 else 1
+    return Tile(min(gpu.subgroup_size, 8), rows, rolled)
 
 
 def all_kernels(*kinds: str) -> Iterator[Kernel]:
     """Everything the launches ask for at the known head sizes."""
     for kind in kinds:
         for head_dim in KNOWN_HEAD_DIMS:
-            for spread in (4, 8):
-                for rows in sorted({1, most_rows(head_dim)}):
-                    yield kernel(kind, head_dim, spread, rows)
+            for spread, rolled in ((4, True), (4, False), (8, False)):
+                for rows in sorted({1, most_rows(head_dim, rolled)}):
+                    yield kernel(kind, head_dim, Tile(spread, rows, rolled))
 
 
 def _run(
@@ -112,10 +128,10 @@ def _run(
     pointers: Sequence[Pointer],
     *more: int,
 ) -> None:
-    rows = choose_rows(gpu, shape.head_dim, num_rows)
-    tiles = -(-num_rows // (gpu.subgroup_size * rows))
+    tile = choose_tile(gpu, shape.head_dim, num_rows)
+    tiles = -(-num_rows // (gpu.subgroup_size * tile.rows))
     gpu.dispatch(
-        kernel(kind, shape.head_dim, min(gpu.subgroup_size, 8), rows),
+        kernel(kind, shape.head_dim, tile),
         tiles * shape.batch * heads,
         *pointers,
         shape.num_queries,
