@@ -97,7 +97,7 @@ class AllocationLedger:
 
     What was live before `attach` is taken over as allocations of kind "earlier". peak_bytes: most bytes live at once
     over all pools; peak_event: when; step_event: when the search for it began; peak_reserved_bytes: most bytes
-    reserved; reserved_at_peak: reserved when live bytes were at their peak. Bytes of each range include the pool's
+    reserved; reserved_at_peak: reserved when live bytes were at their peak. phase_bytes: live at the end of each phase's last run. Bytes of each range include the pool's
     rounding to its alignment.
     """
 
@@ -118,6 +118,7 @@ class AllocationLedger:
         self.peak_phase = ""
         self.peak_reserved_bytes = 0
         self.reserved_at_peak = 0
+        self.phase_bytes: dict[str, int] = {}
         self._in_op = False
         self._default_kind = TEMPORARY
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from .attribution import attribute, print_attribution
 from .console import run_program
 from .inference_plan import ITEM_BYTES, plan_inference
 from .memory_plan import plan_training
@@ -19,6 +20,7 @@ from .model_setup import gpt_config
 from .options import NOT_NEGATIVE, POSITIVE, Rule, option, parse_options
 from .presets import PRESETS, preset
 from .run_config import RunConfig, check_config
+from .saved_tensors import print_saved, saved_rows
 from .several_cards import plan_card
 from .tokenizers import load_tokenizer
 
@@ -39,6 +41,8 @@ class EstimateConfig(RunConfig):
     )
     json: bool = option(bool, False, "print one JSON object", group=ESTIMATE)
     ops: bool = option(bool, False, "list every op with shapes, FLOPs, bytes, and whether it is kept", group=ESTIMATE)
+    saved: bool = option(bool, False, "list op by op what forward keeps for backward", group=ESTIMATE)
+    attribution: bool = option(bool, False, "turn each saving off alone: its bytes and FLOPs", group=ESTIMATE)
     plot: str | None = option(str, None, "write a PNG of live bytes over the ops of a step here", group=ESTIMATE)
     inference: bool = option(bool, False, "estimate generation instead of training", group=ESTIMATE)
     dtype: str = option(str, "float32", "of weights, keys and values, with --inference", choices=tuple(ITEM_BYTES))
@@ -91,10 +95,20 @@ def _program(argv: Sequence[str]) -> int:
     card = None
     if several:
         card = plan_card(plan, cards=config.cards, zero_stage=config.zero_stage, tensor_parallel=config.tensor_parallel)
+    contributions = attribute(plan, vocab_size) if config.attribution else []
     if config.json:
-        print(json.dumps(training_json(plan, card, with_ops=config.ops), indent=1))
+        result = training_json(plan, card, with_ops=config.ops)
+        if config.saved:
+            result["saved"] = [row.as_dict() for row in saved_rows(plan.ledger)]
+        if config.attribution:
+            result["attribution"] = [row.as_dict() for row in contributions]
+        print(json.dumps(result, indent=1))
     else:
         print_training(console, plan, card, with_ops=config.ops)
+        if config.saved:
+            print_saved(console, plan.ledger)
+        if config.attribution:
+            print_attribution(console, plan, contributions)
     if config.plot is not None:
         draw(plan.ledger, Path(config.plot), f"{config.preset or 'model'}: {model.num_parameters:,} parameters")
         print(f"picture: {config.plot}", file=sys.stderr)

@@ -90,7 +90,7 @@ def plan_training(
     try:
         model = make_model(engine, config, vocab_size)
         optimizer = make_optimizer(model, config)
-        watch = MemoryWatch(ledger, model, optimizer)
+        watch = watch_type(ledger, model, optimizer)
         step = make_training_step(model, optimizer, config, watch.on_phase)
         watch.start(config.accum_steps)
         step([(tokens, tokens)] * config.accum_steps, step=0, learning_rate=config.lr)

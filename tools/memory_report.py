@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engine.allocation_ledger import ACTIVATIONS, KINDS, LOGITS, TEMPORARY
+from ..engine.pool_account import pool_account
 from .inference_plan import InferencePlan
 from .memory_plan import TrainingPlan, matmul_parameters, op_rows, rule_flops_per_token
 from .several_cards import CardPlan
@@ -57,6 +58,7 @@ def training_json(plan: TrainingPlan, card: CardPlan | None, *, with_ops: bool) 
         "pool": {name: stats.as_dict() for name, stats in plan.pools.items()},
         "reserved_bytes_at_peak": ledger.reserved_at_peak,
         "peak_reserved_bytes": ledger.peak_reserved_bytes,
+        "account_at_peak": dataclasses.asdict(pool_account(ledger)),
         "pool_overhead_bytes": ledger.reserved_at_peak - plan.peak_bytes,
         "model": model.to_dict(),
     }
@@ -98,6 +100,7 @@ def _print_kinds(console: Console, plan: TrainingPlan) -> None:
     if plan.host_bytes:
         table.add_row("host memory", "", size(plan.host_bytes))
     console.print(table)
+    console.print(f"At the peak: {pool_account(ledger)}.", markup=False, highlight=False)
     record = ledger.ops[min(ledger.peak_op_number, len(ledger.ops) - 1)]
     shapes = ", ".join(str(list(shape)) for shape in record.inputs)
     console.print(

@@ -49,6 +49,7 @@ class MemoryWatch:
 
     def on_phase(self, phase: str, micro_batch: int) -> None:
         """A phase was recorded: label what it left behind, and name the next one."""
+        self.ledger.phase_bytes[phase] = self.ledger.live_bytes
         if phase == "forward":
             self._label_tables()
             self._label_kept(ACTIVATIONS, "", self.model)
