@@ -43,7 +43,7 @@ class PlannedMode(NamedTuple):
 
 
 def cheapest_mode(model: GPTModel, step: Callable[[], object], budget_bytes: int) -> PlannedMode:
-    """The mode with the fewest planned FLOPs whose planned peak is at most budget_bytes; of equal ones the smaller peak.
+    """The mode with the fewest planned FLOPs whose planned peak is at most budget_bytes; then the smallest peak.
 
     model: on a PlanEngine, its other settings (offload) as they will be. step: runs one optimizer step of it.
     Tried are: segments of every useful length with any groups; without segments any groups in the first k blocks. All

@@ -34,8 +34,8 @@ class RecomputeCheck:
         self.num_compared += 1
         if known != _hash(tensor):
             raise RecomputeMismatchError(
-                f"{name}, recomputed in backward, is not what forward made (shape {tensor.shape}): a weight, an input or "
-                f"the step parameters changed between the two, or an op does not repeat its bits"
+                f"{name}, recomputed in backward, is not what forward made (shape {tensor.shape}): a weight, an input "
+                f"or the step parameters changed between the two, or an op does not repeat its bits"
             )
 
 

@@ -14,12 +14,13 @@ GPT_236M = GPTConfig(
 BATCH, SEQ = 6, 1024
 
 
-def plan(every: int = 0, groups: tuple[str, ...] = ()) -> tuple[int, int, dict[str, int]]:
+def plan(every: int = 0, groups: tuple[str, ...] = (), offload: bool = False) -> tuple[int, int, dict[str, int]]:
     """Peak of live bytes over both pools, FLOPs, and step-pool bytes live after each phase."""
     engine = PlanEngine()
     model = GPTModel(engine, GPT_236M, loss_chunk_bytes=64 * 2**20)
     model.set_checkpoint_every(every)
     model.set_recompute(groups)
+    model.set_activation_offload(offload)
     live: dict[str, int] = {}
 
     def sample(phase: str, micro_batch: int) -> None:
@@ -49,6 +50,19 @@ def test_peak_and_flops(every: int, groups: tuple[str, ...], peak_gb: float, mor
     assert peak <= peak_gb * 1e9
     assert plain_flops <= flops <= (1 + more_flops) * plain_flops
     assert live["optimizer"] <= 4096  # the norm kernel's report
+
+
+def test_activation_offload() -> None:
+    """At most 4.8 GB without one FLOP more; the host holds what blocks keep, each byte copied once either way."""
+    _, plain_flops, plain_live = plan()
+    peak, flops, live = plan(offload=True)
+    assert peak <= 4.8e9
+    assert flops == plain_flops
+    rows = BATCH * SEQ
+    kept = 16 * (6 * rows * 1024 * 4 + rows * 4096 * 4 + 4 * rows * 4 + BATCH * 16 * SEQ * 4)
+    assert plain_live["forward"] - live["forward"] == kept
+    # Every block's input is kept by it; those of checkpointed segments alone:
+    assert plan(every=1)[2]["forward"] - plan(every=1, offload=True)[2]["forward"] == 16 * rows * 1024 * 4
 
 
 def test_bytes_between_forward_and_backward() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vkfold.engine.errors import BadInputError
-from vkfold.tools.options import flag, parse_options
+from vkfold.tools.options import flag, parse_bytes, parse_options
 from vkfold.tools.run_config import FREE_ON_RESUME, RunConfig, check_config, resumed_config
 
 ISSUE_NAMES = (
@@ -110,6 +110,13 @@ def test_config_file_that_cannot_be_read(tmp_path: Path) -> None:
         ("--d-model 12 --num-heads 4", "head_dim 3 .* is odd"),
         ("--min-lr 1", "--min-lr 1 is more than"),
         ("--recompute mlp,nrom", "--recompute nrom: choose from"),
+        ("--memory-budget 4XB", "'4XB' is no number of bytes: write 4GB"),
+        ("--memory-budget 0", "no number of bytes"),
+        ("--memory-budget -1GB", "expected one argument|no number of bytes"),
+        ("--memory-budget 4GB --recompute mlp", "leave out --checkpoint-every and --recompute"),
+        ("--memory-budget 4GB --checkpoint-every 1", "leave out"),
+        ("--recompute-blocks 2", "--recompute-blocks needs --recompute"),
+        ("--memory-timeline x --engine cpu", "needs --engine vulkan"),
         ("--keep 2", "--keep needs --save"),
         ("--save-interval 2", "--save-interval needs --save"),
         ("--tokenizer bpe --vocab-size 100", "at least 256"),
@@ -131,6 +138,27 @@ def test_resume_takes_the_saved_options() -> None:
     result = resumed_config(config, given, saved)
     assert (result.d_model, result.seed, result.max_steps, result.checkpoint_every) == (64, 9, 80, 1)
     assert (result.inputs, result.resume) == (["x.txt"], "runs")
+
+
+def test_resume_takes_the_newest_word_on_recomputation() -> None:
+    def resumed(saved: str, *now: str) -> RunConfig:
+        config, given = parse("--resume", "runs", *now)
+        return resumed_config(config, given, dataclasses.asdict(parse("x.txt", *saved.split())[0]))
+
+    result = resumed("--memory-budget 4GB", "--recompute", "mlp")
+    assert (result.memory_budget, result.recompute) == (None, "mlp")
+    result = resumed("--recompute mlp --recompute-blocks 2", "--memory-budget", "4GB")
+    assert (result.memory_budget, result.recompute, result.recompute_blocks) == ("4GB", "", None)
+    result = resumed("--recompute mlp --recompute-blocks 2 --activation-offload --memory-timeline t")
+    assert (result.recompute_blocks, result.activation_offload, result.memory_timeline) == (2, True, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("4GB", 4 * 10**9), ("512MiB", 2**29), ("1.5 gib", 3 * 2**29), ("1500000000", 1_500_000_000), ("2kB", 2000)],
+)
+def test_parse_bytes(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
 
 
 def test_resume_refuses_another_model() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -87,7 +89,15 @@ def test_one_step_at_a_time(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--checkpoint-every", "1"], ["--recompute", "mlp,qkv"], ["--flush-interval", "1"]]
+    "options",
+    [
+        ["--checkpoint-every", "1"],
+        ["--recompute", "mlp,qkv"],
+        ["--flush-interval", "1"],
+        ["--activation-offload"],
+        ["--activation-offload", "--checkpoint-every", "2", "--recompute", "qkv", "--recompute-blocks", "1"],
+        ["--memory-budget", "800kB"],
+    ],
 )
 def test_resumed_under_another_memory_mode(text: Path, tmp_path: Path, options: list[str]) -> None:
     straight, parts = tmp_path / "straight", tmp_path / "parts"
@@ -222,6 +232,49 @@ def test_log_lines(text: Path, tmp_path: Path, engine: str) -> None:
                 ):
                     assert word in names
     assert steps[-1]["loss"] < steps[0]["loss"]
+
+
+def test_memory_budget_is_kept_to(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run says what was chosen, stays within the budget, and ends with the bits of a run without one."""
+    argv = [*RUN, "--max-steps", "5", "--save"]
+    train(text, *argv, tmp_path / "plain")
+
+    def peak(root: Path) -> int:
+        pools = log_of(root)[1]["pool_stats"]["optimizer"]
+        return sum(stats["peak_live_bytes"] for stats in pools.values())
+
+    budget = peak(tmp_path / "plain") * 9 // 10
+    train(text, "--memory-budget", budget, *argv, tmp_path / "budget")
+    assert re.search(f"--memory-budget {budget} asks for: --(recompute|checkpoint)", capsys.readouterr().out)
+    assert peak(tmp_path / "budget") <= budget
+    assert hashes(tmp_path / "budget") == hashes(tmp_path / "plain")
+    assert text_train.main([str(text), *RUN, "--memory-budget", "10kB"]) == 2
+    assert "the smallest peak that can be reached is" in capsys.readouterr().err
+
+
+def test_memory_timeline(text: Path, tmp_path: Path) -> None:
+    train(text, *RUN, "--max-steps", "5", "--save", tmp_path / "plain")
+    train(
+        *(text, *RUN, "--max-steps", "5", "--checkpoint-every", "1", "--activation-offload", "--save"),
+        *(tmp_path / "run", "--memory-timeline", tmp_path / "pictures" / "memory.png"),
+    )
+    assert hashes(tmp_path / "run") == hashes(tmp_path / "plain")  # being watched changes nothing
+    assert (tmp_path / "pictures" / "memory.png").read_bytes().startswith(b"\x89PNG")
+    shown = json.loads((tmp_path / "pictures" / "memory.json").read_text())
+    pools = log_of(tmp_path / "run")[0]["pool_stats"]
+    assert shown["peak_bytes"] == sum(
+        stats["peak_live_bytes"] for name, stats in pools["optimizer"].items() if name != "host"
+    )
+    assert shown["host_peak_bytes"] == pools["optimizer"]["host"]["peak_live_bytes"] > 0
+    assert sum(shown["peak_by_kind"].values()) == shown["peak_bytes"]
+    ops, kinds = shown["ops"], shown["live_bytes_by_kind"]
+    assert [phase for phase, _ in itertools.groupby(op["phase"] for op in ops)] == [
+        *("forward", "backward", "forward", "backward", "optimizer")
+    ]
+    assert set(kinds) >= {"parameters", "optimizer states", "gradients", "saved activations", "temporaries"}
+    for i, op in enumerate(ops):
+        assert op["live_bytes"] == sum(values[i] for values in kinds.values())
+    assert max(op["live_bytes"] for op in ops) <= shown["peak_bytes"]
 
 
 def test_progress_held_out_loss_and_sample(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ def planned_peak_bytes(config: RunConfig, vocab_size: int) -> int:
         step([(tokens, tokens)] * min(config.accum_steps, 2), step=0, learning_rate=config.lr)
     except ValueError as error:
         raise BadInputError(f"these sizes are too large: {error}") from error
-    return sum(stats.peak_live_bytes for stats in engine.pool_stats().values())
+    return sum(pool.stats().peak_live_bytes for pool in engine.pools.values())
 
 
 def check_budget(config: RunConfig, vocab_size: int, budget: int) -> int:

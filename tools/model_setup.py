@@ -63,7 +63,8 @@ def make_model(engine: ComputeEngine, config: RunConfig, vocab_size: int, weight
         except ValueError as error:
             raise BadInputError(f"the saved weights are of another model: {error}") from error
     model.set_checkpoint_every(config.checkpoint_every)
-    model.set_recompute(recompute_groups(config))
+    model.set_recompute(recompute_groups(config), config.recompute_blocks)
+    model.set_activation_offload(config.activation_offload)
     model.set_flush_interval(config.flush_interval)
     return model
 

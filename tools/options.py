@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -58,6 +59,22 @@ def option(
 def flag(name: str) -> str:
     """The option of a field as typed: "d_model" is "--d-model"."""
     return "--" + name.replace("_", "-")
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "4GB" (decimal), "512MiB" (binary), "1.5 GB" or a plain number.
+
+    Raises BadInputError for anything else, or less than one byte.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) * unit < 1:
+        raise BadInputError(f"{text!r} is no number of bytes: write 4GB, 512MiB or 1500000000")
+    return int(float(match[1]) * unit)
 
 
 class _Parser(argparse.ArgumentParser):

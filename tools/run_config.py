@@ -11,7 +11,7 @@ from typing import Any
 
 from ..engine.errors import BadInputError
 from ..nn.gpt_block import RECOMPUTE_GROUPS
-from .options import FRACTION, NOT_NEGATIVE, POSITIVE, check_values, flag, option
+from .options import FRACTION, NOT_NEGATIVE, POSITIVE, check_values, flag, option, parse_bytes
 
 INPUT, MODEL, TRAINING, MEMORY, RUN = "input", "model", "training", "memory", "run"
 
@@ -79,6 +79,21 @@ class RunConfig:
 
     recompute: str = option(
         str, "", f"what to free in forward and rebuild in backward: any of {', '.join(RECOMPUTE_GROUPS)}", group=MEMORY
+    )
+    recompute_blocks: int | None = option(
+        int, None, "recompute so only in the first so many blocks; all if not given", group=MEMORY, rule=POSITIVE
+    )
+    memory_budget: str | None = option(
+        str,
+        None,
+        "choose the cheapest recomputation whose peak fits: 4GB, 512MiB; instead of checkpoint-every and recompute",
+        group=MEMORY,
+    )
+    activation_offload: bool = option(
+        bool, False, "keep what blocks keep for backward in host memory meanwhile", group=MEMORY
+    )
+    memory_timeline: str | None = option(
+        str, None, "write live bytes by kind over the first step here, as .json and .png", group=MEMORY
     )
     fused_update: bool = option(
         bool,
@@ -156,6 +171,16 @@ def check_config(config: RunConfig) -> None:
     unknown = sorted(set(recompute_groups(config)) - set(RECOMPUTE_GROUPS))
     if unknown:
         raise BadInputError(f"--recompute {', '.join(unknown)}: choose from {', '.join(RECOMPUTE_GROUPS)}")
+    if config.memory_budget is not None:
+        parse_bytes(config.memory_budget)
+        if config.checkpoint_every or config.recompute:
+            raise BadInputError(
+                "--memory-budget chooses the recomputation itself: leave out --checkpoint-every and --recompute"
+            )
+    if config.recompute_blocks is not None and not config.recompute:
+        raise BadInputError("--recompute-blocks needs --recompute: what should those blocks recompute?")
+    if config.memory_timeline is not None and config.engine != "vulkan":
+        raise BadInputError("--memory-timeline shows the pools of a Vulkan device: it needs --engine vulkan")
     if config.keep and not (config.save or config.resume):
         raise BadInputError("--keep needs --save")
     if config.save_interval and not (config.save or config.resume):
@@ -173,6 +198,7 @@ def recompute_groups(config: RunConfig) -> list[str]:
 
 # What a resumed run may change: nothing that enters the arithmetic of the steps before max_steps.
 FREE_ON_RESUME = {
+    *("recompute_blocks", "memory_budget", "activation_offload", "memory_timeline"),
     *("inputs", "glob", "epochs", "max_steps", "checkpoint_every", "recompute", "flush_interval", "engine", "device"),
     "fused_update",
     *(
@@ -199,6 +225,13 @@ def resumed_config(config: RunConfig, given: set[str], saved: Mapping[str, Any])
     if set(saved) - names:
         raise BadInputError(f"the save has options unknown here: {', '.join(sorted(set(saved) - names))}")
     result = RunConfig(**saved)
+    result.memory_timeline = None  # it was of that run
+    if "memory_budget" in given:  # the newest word on recomputation counts
+        result.checkpoint_every, result.recompute, result.recompute_blocks = 0, "", None
+    elif given & {"checkpoint_every", "recompute"}:
+        result.memory_budget = None
+        if "recompute" in given:
+            result.recompute_blocks = None
     for name in sorted(given):
         value = getattr(config, name)
         if name not in FREE_ON_RESUME and value != getattr(result, name):

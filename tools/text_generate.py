@@ -46,6 +46,7 @@ def _program(argv: Sequence[str]) -> int:
     tokenizer, weights = save.tokenizer(), save.model()
     run_config = RunConfig(**RunState.of(save).config)
     run_config.checkpoint_every = run_config.flush_interval = 0
+    run_config.activation_offload = False
     sampler = Sampler(
         temperature=config.temperature,
         top_k=config.top_k,

@@ -14,6 +14,8 @@ from ..nn.sampling import Sampler
 from .budget import check_budget
 from .console import run_program
 from .generation import generate_bytes
+from .memory_budget import within_memory_budget
+from .memory_timeline import MemoryTimeline
 from .model_setup import budget_bytes, gpt_config, make_engine, make_model, make_optimizer, make_schedule
 from .options import parse_options
 from .run_config import RunConfig, check_config, resumed_config
@@ -60,19 +62,29 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
         schedule = make_schedule(config, num_steps) if state is None else state.make_schedule()
         weights, moments = (None, None) if save is None else (save.model(), save.optimizer())
 
+        chosen, within = within_memory_budget(config, vocab_size)
         engine = stack.enter_context(make_engine(config.engine, config.device))
-        peak = check_budget(config, vocab_size, budget_bytes(engine))
-        model = make_model(engine, config, vocab_size, weights)
+        peak = check_budget(chosen, vocab_size, budget_bytes(engine))
+        timeline = None if config.memory_timeline is None else MemoryTimeline(engine, Path(config.memory_timeline))
+        model = make_model(engine, chosen, vocab_size, weights)
         optimizer = make_optimizer(model, config, moments)
         del weights, moments
         windows = ShuffledWindows(len(data.train), config.seed) if state is None else state.make_windows()
         step = 0 if save is None else save.step
-        run = TrainingRun(config, data, model, optimizer, schedule, windows, step=step, num_steps=num_steps, root=root)
+        run = TrainingRun(
+            *(config, data, model, optimizer, schedule, windows),
+            step=step,
+            num_steps=num_steps,
+            root=root,
+            timeline=timeline,
+        )
         print(
             f"{data.num_bytes:,} bytes of text, {len(data.train):,} windows to train on, {len(data.held_out):,} held "
             f"out; {model.num_parameters:,} parameters on {engine.name}; about {peak / 1e6:,.0f} MB at the peak",
             flush=True,
         )
+        if within is not None:
+            print(f"--memory-budget {config.memory_budget} asks for: {within.mode}", flush=True)
         if save is not None:
             print(f"resumed from {save.folder} at step {step}", flush=True)
         outcome = run.run()

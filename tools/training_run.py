@@ -18,6 +18,7 @@ from ..nn.gpt_model import GPTModel
 from ..nn.optimizers import Optimizer
 from ..nn.schedules import Schedule
 from ..nn.training_step import evaluate_loss
+from .memory_timeline import MemoryTimeline
 from .model_setup import make_training_step
 from .progress import JsonLog, Progress
 from .run_config import RunConfig
@@ -45,6 +46,7 @@ class TrainingRun:
     """Everything a run consists of, and the loop over its steps.
 
     step: optimizer steps done so far. windows: where the next batch comes from. root: folder of saves, or None.
+    timeline: written after the first step.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class TrainingRun:
         step: int,
         num_steps: int,
         root: Path | None,
+        timeline: MemoryTimeline | None = None,
     ) -> None:
         self.config = config
         self.data = data
@@ -70,6 +73,7 @@ class TrainingRun:
         self.step = step
         self.num_steps = num_steps
         self.root = root
+        self.timeline = timeline
         self._pool_stats: dict[str, Any] = {}
         self._training_step = make_training_step(model, optimizer, config, self._sample_pools)
 
@@ -113,6 +117,8 @@ class TrainingRun:
             self.data.train.batch(numbers[i : i + config.batch_size]) for i in range(0, len(numbers), config.batch_size)
         ]
         rate = self.schedule(self.step)
+        if self.timeline is not None:
+            self.timeline.start(self.model, self.optimizer, len(micro_batches))
         result = self._training_step(micro_batches, step=self.step, learning_rate=rate)
         if not result.finite:
             what = "loss" if result.non_finite == "loss" else f"gradient of {result.non_finite}"
@@ -130,6 +136,11 @@ class TrainingRun:
                 f"step {self.step + 1}: the {what} is not finite ({'loss' if what == 'loss' else 'norm'} {value}), "
                 f"{kept}. A smaller --lr, a longer --warmup-steps or --max-norm 1 may help"
             )
+        if self.timeline is not None:
+            self.timeline.finish(
+                f"step {self.step + 1}, {self.model.num_parameters:,} parameters on {self.engine.name}"
+            )
+            self.timeline = None
         self.engine.release_idle_pool_blocks()
         self.step += 1
         seconds = time.perf_counter() - started
@@ -159,6 +170,8 @@ class TrainingRun:
 
     def _sample_pools(self, phase: str, micro_batch: int) -> None:
         """Pool statistics after a phase; with several micro-batches, after the last one's."""
+        if self.timeline is not None:
+            self.timeline.on_phase(phase, micro_batch)
         self._pool_stats[phase] = {name: _as_dict(stats) for name, stats in self.engine.pool_stats().items()}
 
     def _log_path(self) -> str | None:

@@ -1,0 +1,82 @@
+"""--memory-timeline: what was live when during one step of a run, as numbers and as a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..engine.allocation_ledger import KINDS, AllocationLedger
+from ..engine.compute_engine import ComputeEngine
+from ..engine.errors import BadInputError
+from ..engine.pooled_engine import PooledEngine
+from ..nn.gpt_model import GPTModel
+from ..nn.optimizers import Optimizer
+from .memory_plot import draw
+from .memory_watch import MemoryWatch
+
+
+class MemoryTimeline:
+    """Listens to an engine from before the model is made to the end of one step, then writes FILE.json and FILE.png.
+
+    path: with or without one of these endings. Raises BadInputError for an engine without pools, or a folder that
+    cannot be written to.
+    """
+
+    def __init__(self, engine: ComputeEngine, path: Path) -> None:
+        if not isinstance(engine, PooledEngine):
+            raise BadInputError("--memory-timeline shows the pools of a Vulkan device: it needs --engine vulkan")
+        self.path = path.with_suffix("") if path.suffix in (".json", ".png") else path
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInputError(f"cannot write {self.path}.json: {error.strerror or error}") from error
+        self.engine = engine
+        self.ledger = AllocationLedger(engine)
+        self.ledger.attach()
+        self._watch: MemoryWatch | None = None
+
+    def start(self, model: GPTModel, optimizer: Optimizer, num_micro_batches: int) -> None:
+        """The step to show begins."""
+        self._watch = MemoryWatch(self.ledger, model, optimizer)
+        self._watch.start(num_micro_batches)
+
+    def on_phase(self, phase: str, micro_batch: int) -> None:
+        """A phase of the step was recorded."""
+        if self._watch is not None:
+            self._watch.on_phase(phase, micro_batch)
+
+    def finish(self, title: str) -> None:
+        """The step is over: stop listening and write both files. Raises BadInputError when they cannot be written."""
+        assert self._watch is not None
+        for block in self._watch.model.blocks:
+            vars(block).pop("forward_recompute", None)  # the watch's
+        self._watch = None
+        self.ledger.detach()
+        numbers = self.path.with_name(self.path.name + ".json")
+        try:
+            numbers.write_text(json.dumps(self.as_dict(), separators=(",", ":")), encoding="utf-8")
+        except OSError as error:
+            raise BadInputError(f"cannot write {numbers}: {error.strerror or error}") from error
+        draw(self.ledger, self.path.with_name(self.path.name + ".png"), title)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The step, op by op: its name and phase, and live bytes by kind once its outputs and temporaries exist.
+
+        Bytes are those of all device pools, with the pools' rounding; host bytes stand apart.
+        """
+        ledger = self.ledger
+        records = [record for record in ledger.ops if record.phase]
+        events = [record.event for record in records]
+        live = {kind: ledger.curve(kind=kind)[events].astype(int).tolist() for kind in KINDS}
+        host = self.engine.host_pool.stats()
+        return {
+            "peak_bytes": ledger.peak_bytes,
+            "peak_op": ledger.peak_op,
+            "peak_phase": ledger.peak_phase,
+            "peak_by_kind": ledger.by_kind(),
+            "peak_reserved_bytes": ledger.peak_reserved_bytes,
+            "host_peak_bytes": host.peak_live_bytes,
+            "ops": [{"op": record.op, "phase": record.phase, "live_bytes": record.live_bytes} for record in records],
+            "live_bytes_by_kind": {kind: values for kind, values in live.items() if any(values)},
+        }
