@@ -13,6 +13,7 @@ from rich.console import Console
 from .attribution import attribute, print_attribution
 from .console import run_program
 from .inference_plan import ITEM_BYTES, plan_inference
+from .memory_budget import within_memory_budget
 from .memory_plan import plan_training
 from .memory_plot import draw
 from .memory_report import inference_json, print_inference, print_training, training_json
@@ -90,6 +91,9 @@ def _program(argv: Sequence[str]) -> int:
         else:
             print_inference(console, inference, model.num_parameters)
         return 0
+    config, within = within_memory_budget(config, vocab_size)
+    if within is not None:
+        print(f"--memory-budget asks for: {within.mode}", file=sys.stderr)
     plan = plan_training(config, vocab_size)
     several = config.cards > 1 or config.tensor_parallel > 1 or config.zero_stage > 0
     card = None
