@@ -1,6 +1,9 @@
 """Cost of the pool allocator: nanoseconds an operation, and fragmentation, for several patterns.
 
-Run: python benchmarks/allocator.py [--operations N] [--seed N] [--json]
+Besides made-up patterns it replays what a training run asked for: every allocation and free of 100 steps, recorded
+from the pools of an engine that plans (the same events as on a device).
+
+Run: python benchmarks/allocator.py [--operations N] [--trace-steps N] [--seed N] [--json]
 """
 
 from __future__ import annotations
@@ -12,9 +15,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vkfold.memory_pool import BlockPool, NullBlockSource
+import numpy as np
+
+from vkfold.engine.plan_engine import PlanEngine
+from vkfold.memory_pool import BlockPool, NullBlockSource, PoolRange
+from vkfold.nn import AdamW, GPTConfig, GPTModel, TrainingStep, evaluate_loss
 
 MIB = 2**20
+TRACED = GPTConfig(8192, 512, 512, 8, 8)
+TRACED_SHAPE = (8, 512)
+EVALUATE_EVERY = 25
+
+# (event, bytes, block, offset); events of a pool's observer, and "step" at the end of each step
+Trace = list[tuple[str, int, int, int]]
 
 
 def churn(pool: BlockPool, rng: random.Random, operations: int, *, live: int, low: int, high: int) -> None:
@@ -67,6 +80,65 @@ def small_tensors(pool: BlockPool, rng: random.Random, operations: int) -> None:
     record(pool, count * 2, start)
 
 
+def record_trace(num_steps: int) -> Trace:
+    """The events of the step pool while a model trains, its held-out loss taken now and then."""
+    engine = PlanEngine()
+    trace: Trace = []
+    pool = engine.pools["step"]
+    pool.observer = lambda event, block, offset, nbytes: trace.append((event, nbytes, block, offset))
+    model = GPTModel(engine, TRACED, loss_chunk_bytes=32 * MIB)
+    step = TrainingStep(model, AdamW(model), max_norm=1.0)
+    batch = (np.zeros(TRACED_SHAPE, np.int32),) * 2
+    for number in range(num_steps):
+        step([batch], step=number, learning_rate=1e-3)
+        if number % EVALUATE_EVERY == EVALUATE_EVERY - 1:
+            evaluate_loss(model, [batch] * 2)
+        engine.release_idle_pool_blocks()
+        trace.append(("step", 0, 0, 0))
+    pool.observer = None
+    return trace
+
+
+def replay(trace: Trace, num_steps: int) -> None:
+    """Make the recorded calls anew and time them; then once more, looking at the pool at each step's peak."""
+    held: dict[tuple[int, int], PoolRange] = {}
+    calls = [event for event in trace if event[0] in ("allocate", "free", "step")]
+    name = f"{num_steps} recorded steps"
+    pool = BlockPool(NullBlockSource(), name=name)
+    start = time.perf_counter_ns()
+    for event, nbytes, block, offset in calls:
+        if event == "allocate":
+            held[block, offset] = pool.allocate(nbytes)
+        elif event == "free":
+            pool.free(held.pop((block, offset)))
+        else:
+            pool.release_idle_blocks()
+    record(pool, len(calls), start)
+
+    pool = BlockPool(NullBlockSource(), name=name)
+    fragmentation: list[float] = []
+    overhead: list[float] = []
+    at_peak, same = (0, 0.0, 1.0), True
+    for event, nbytes, block, offset in calls:
+        if event == "allocate":
+            held[block, offset] = range_ = pool.allocate(nbytes)
+            same &= (range_.block.sequence, range_.offset) == (block, offset)
+            if pool.live_bytes > at_peak[0]:
+                at_peak = pool.live_bytes, pool.stats().fragmentation, pool.reserved_bytes / pool.live_bytes
+        elif event == "free":
+            pool.free(held.pop((block, offset)))
+        else:
+            fragmentation.append(round(at_peak[1], 4))
+            overhead.append(round(at_peak[2], 4))
+            at_peak = 0, 0.0, 1.0
+            pool.release_idle_blocks()
+    RESULTS[name] |= {
+        "fragmentation_over_time": fragmentation,
+        "reserved_by_live_over_time": overhead,
+        "same_places": same,
+    }
+
+
 RESULTS: dict[str, Any] = {}
 
 
@@ -99,11 +171,13 @@ def main() -> None:
     """Run the patterns and print a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--operations", type=int, default=200_000, help="operations a pattern (default 200000)")
+    parser.add_argument("--trace-steps", type=int, default=100, help="steps to record and replay (default 100)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     for name, pattern in PATTERNS.items():
         pattern(BlockPool(NullBlockSource(), name=name), random.Random(args.seed), args.operations)
+    replay(record_trace(args.trace_steps), args.trace_steps)
     if args.json:
         print(json.dumps(RESULTS))
         return
@@ -113,6 +187,10 @@ def main() -> None:
             f"{name:32} {row['us_per_pair']:9.2f} {row['num_ranges']:7d} {row['blocks']:6d} "
             f"{row['allocated_bytes'] / MIB:12.1f} {row['fragmentation']:13.4f}"
         )
+    row = RESULTS[f"{args.trace_steps} recorded steps"]
+    for key in ("fragmentation_over_time", "reserved_by_live_over_time"):
+        told = row[key][:: max(1, args.trace_steps // 10)]
+        print(f"{key}, at the peak of every {max(1, args.trace_steps // 10)}th step: {' '.join(map(str, told))}")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class BlockRecord:
 class OpRecord:
     """One op call. event: number of the last event before its outputs and temporaries were freed again.
 
-    live_bytes: with its outputs and temporaries. made: its outputs. read: its inputs, one for each that the ledger knows.
+    live_bytes: with its outputs and temporaries. made: its outputs. read: its inputs, those that the ledger knows.
     """
 
     op: str
@@ -97,7 +97,8 @@ class AllocationLedger:
 
     What was live before `attach` is taken over as allocations of kind "earlier". peak_bytes: most bytes live at once
     over all pools; peak_event: when; step_event: when the search for it began; peak_reserved_bytes: most bytes
-    reserved; reserved_at_peak: reserved when live bytes were at their peak. phase_bytes: live at the end of each phase's last run. Bytes of each range include the pool's
+    reserved; reserved_at_peak: reserved when live bytes were at their peak. phase_bytes: live at the end of
+    each phase's last run. Bytes of each range include the pool's
     rounding to its alignment.
     """
 

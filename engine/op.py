@@ -55,7 +55,7 @@ class Op:
     def cost(self, *specs: TensorSpec | None, **settings: Any) -> Cost:
         """FLOPs, and bytes moved when every tensor is read and written once."""
         written = sum(spec.nbytes for spec in self.outputs(*specs, **settings))
-        written += sum(specs[i].nbytes for i in self.writes if specs[i] is not None)  # type: ignore[union-attr]
+        written += sum(spec.nbytes for i in self.writes if (spec := specs[i]) is not None)
         read = sum(spec.nbytes for spec in specs if spec is not None)
         return Cost(self.flops(*specs, **settings), read, written)
 

@@ -30,9 +30,7 @@ class VulkanBlockSource:
     host_visible: of host memory that the device can copy to and from, else of device memory.
     """
 
-    def __init__(
-        self, device: Device, recorder: Recorder, budget_bytes: int, *, host_visible: bool = False
-    ) -> None:
+    def __init__(self, device: Device, recorder: Recorder, budget_bytes: int, *, host_visible: bool = False) -> None:
         self.device = device
         self.host_visible = host_visible
         self.recorder = recorder

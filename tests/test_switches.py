@@ -86,7 +86,7 @@ def test_an_unknown_variable_warns_once_with_the_nearest_name(caplog: pytest.Log
 def test_describe_has_one_documented_row_a_switch() -> None:
     rows = switches.describe({"VKFOLD_DEBUG": "2"})
     assert [row[0] for row in rows] == list(switches.SWITCHES)
-    assert dict((row[0], row[2]) for row in rows)["VKFOLD_DEBUG"] == "2"
+    assert {row[0]: row[2] for row in rows}["VKFOLD_DEBUG"] == "2"
     assert all(len(row[3]) > 10 for row in rows)
 
 

@@ -1,7 +1,7 @@
 """What each saving is worth: the same step planned with that one turned off, all others as they are.
 
 Savings that are options are turned off in the options. Those that are built in (tensors changed in place, outputs that
-are rebuilt, attention without a score matrix, gradients that exist only once backward reaches them) are turned off by an
+are rebuilt, attention without a score matrix, gradients that exist only once backward gets there) are turned off by an
 engine or a watch that allocates what a plainer program would.
 """
 
@@ -46,9 +46,7 @@ class _KeepingEngine(PlanEngine):
     attention [batch, heads, seq, keys].
     """
 
-    def __init__(
-        self, *, keep_norms: bool = False, keep_activations: bool = False, keep_scores: bool = False
-    ) -> None:
+    def __init__(self, *, keep_norms: bool = False, keep_activations: bool = False, keep_scores: bool = False) -> None:
         super().__init__()
         self.keep_norms, self.keep_activations, self.keep_scores = keep_norms, keep_activations, keep_scores
         self._held: weakref.WeakKeyDictionary[Storage, Tensor] = weakref.WeakKeyDictionary()
@@ -105,7 +103,7 @@ class _EarlyGradients(MemoryWatch):
 class Contribution:
     """What one saving is worth. Bytes: how much more there is without it; flops: how many more there are with it.
 
-    peak_bytes: at the peak of the step. forward_bytes: at the end of the (last) forward, which a saving may lower though
+    peak_bytes: at the peak of the step. forward_bytes: at the end of the last forward, which a saving may lower though
     the peak is elsewhere. reserved_bytes: reserved from the driver, at most. Rounding and first fit can make small
     negative numbers.
     """
