@@ -49,6 +49,7 @@ class ComputeEngine(OpVerbs, ABC):
     # -- ops ---------------------------------------------------------------------------------------------------------
     def rule_of(self, op: Op, inputs: Sequence[Tensor | None], settings: dict[str, Any]) -> Rule:
         """Shape rule and cost of one call. Raises ValueError for shapes or engines that do not fit."""
+        self.check_open()
         specs = [None if t is None else t.spec for t in inputs]
         key = (op, *specs, *settings.values())
         rule = self._rules.get(key)
@@ -58,6 +59,11 @@ class ComputeEngine(OpVerbs, ABC):
             if tensor is not None and tensor.engine is not self:
                 raise ValueError(f"{op.name}: an input lives on {tensor.engine.name}, this engine is {self.name}")
         return rule
+
+    def check_open(self) -> None:
+        """Raises RuntimeError after `close`."""
+        if self.closed:
+            raise RuntimeError(f"the engine {self.name} is closed: its tensors are gone; make a new engine")
 
     @abstractmethod
     def execute(self, op: Op, inputs: tuple[Tensor | None, ...], **settings: Any) -> tuple[Tensor, ...]:

@@ -92,10 +92,13 @@ class Recorder:
         """Record a dispatch of `num_groups` workgroups, split where it would run too long.
 
         args: one value an argument of the kernel, in order, the step pointer left out: tensors, (tensor, byte offset)
-        pairs, or numbers. Raises VkfoldError for an address that breaks the alignment the kernel declares.
+        pairs, or numbers. Raises ValueError for a number of workgroups outside 0..2^32 - 1, VkfoldError for an
+        address that breaks the alignment the kernel declares.
         """
-        if num_groups <= 0:
-            return
+        if not 0 < num_groups < 2**32:
+            if num_groups == 0:
+                return
+            raise ValueError(f"kernel {kernel.name!r}: {num_groups} workgroups; it must be 0 to 2^32 - 1")
         pipeline = self._pipelines.get(kernel) or self.pipeline(kernel)
         values = []
         for arg in args:

@@ -139,6 +139,7 @@ class VulkanEngine(PooledEngine):
 
         Raises TypeError when the number of arguments does not match the kernel's.
         """
+        self.check_open()
         expected = len(kernel.args) - kernel.takes_step
         if len(args) != expected:
             raise TypeError(f"kernel {kernel.name!r} takes {expected} arguments, {len(args)} were given")
@@ -156,6 +157,7 @@ class VulkanEngine(PooledEngine):
     # -- host data ---------------------------------------------------------------------------------------------------
     def upload(self, tensor: Tensor, array: np.ndarray) -> None:
         """Overwrite a tensor; the array is staged at once and may change afterwards."""
+        self.check_open()
         data = self.checked_array(tensor, array)
         if data.nbytes:
             buffer, offset = buffer_of(tensor)
@@ -164,6 +166,7 @@ class VulkanEngine(PooledEngine):
 
     def download(self, tensor: Tensor) -> np.ndarray:
         """The tensor's values. Submits what is recorded and waits for it."""
+        self.check_open()
         buffer, offset = buffer_of(tensor)
         raw = self.recorder.read(buffer, offset, tensor.nbytes)
         return np.frombuffer(raw, numpy_dtype(tensor.dtype)).reshape(tensor.shape)
@@ -177,6 +180,7 @@ class VulkanEngine(PooledEngine):
     # -- batches -----------------------------------------------------------------------------------------------------
     def begin_batch(self) -> None:
         """Start recording. Raises RuntimeError inside a batch."""
+        self.check_open()
         if self._in_batch:
             raise RuntimeError("begin_batch inside a batch: call end_batch first")
         self._in_batch = True

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from vkfold.engine.cpu_engine import CpuEngine
+from vkfold.engine.step_parameters import StepParameters
 from vkfold.engine.vulkan_engine import VulkanEngine
 
 
@@ -40,6 +41,7 @@ def no_tensor_left(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     engine: VulkanEngine = request.getfixturevalue("vulkan")
+    engine.set_step_parameters(StepParameters())  # what an earlier test left in force is none of this one's
     before = sum(stats.live_bytes for stats in engine.pool_stats().values())
     yield
     after = sum(stats.live_bytes for stats in engine.pool_stats().values())

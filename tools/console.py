@@ -13,8 +13,8 @@ from ..engine.errors import VkfoldError
 def run_program(name: str, main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
     """Run `main` on the arguments (the command line's when None) and return the exit code.
 
-    Errors of this package print as one message and give their own exit code: 2 for bad input, else 1. Under
-    VKFOLD_DEBUG the traceback comes first. Ctrl-C gives 130.
+    Errors of this package print as one message and give their own exit code: 2 for bad input, else 1. With
+    VKFOLD_LOG=debug the traceback comes first. Ctrl-C gives 130.
     """
     try:
         return main(sys.argv[1:] if argv is None else argv)
@@ -34,9 +34,9 @@ def run_program(name: str, main: Callable[[Sequence[str]], int], argv: Sequence[
 
 def _show(name: str, error: VkfoldError) -> None:
     try:
-        debug = bool(switches.get("VKFOLD_DEBUG"))
+        wanted = switches.get("VKFOLD_LOG") == "debug"
     except VkfoldError:
-        debug = False
-    if debug:
+        wanted = False
+    if wanted:
         traceback.print_exception(error)
     print(f"{name}: error: {error}", file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
             config = resumed_config(config, given, state.config)
         else:
             check_config(config)
-        root = _save_folder(config, save)
+        root = _save_folder(config, save, given)
         if config.log_file is not None:
             _check_log(Path(config.log_file))
         data = _data(config, given, save, root, stack)
@@ -92,15 +92,15 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
         return outcome
 
 
-def _save_folder(config: RunConfig, save: Save | None) -> Path | None:
-    """Where this run's saves go: --save, else the folder it resumes from."""
+def _save_folder(config: RunConfig, save: Save | None, given: Collection[str]) -> Path | None:
+    """Where this run's saves go: --save where it is given, else the folder it resumes from, wherever that was moved."""
     if save is None:
         if config.save is None:
             return None
         check_save_folder(Path(config.save), resuming=False)
         return Path(config.save)
     source = save.folder.parent
-    target = source if config.save is None else Path(config.save)
+    target = Path(config.save) if config.save is not None and "save" in given else source
     same = target.resolve() == source.resolve()
     check_save_folder(target, resuming=same)
     config.save = str(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import signal
 import threading
@@ -94,7 +95,7 @@ class TrainingRun:
                 while self.step < self.num_steps and not stopped_by():
                     self._one_step(progress, log)
                     if config.eval_interval and self.step % config.eval_interval == 0:
-                        loss, held_out_step = self._held_out(progress, log), self.step
+                        loss, held_out_step = self._held_out(progress, log, stopped_by), self.step
                     if self.root and config.save_interval and self.step % config.save_interval == 0:
                         last_save, saved_step = self.save(), self.step
                 if self.root and saved_step != self.step:
@@ -102,7 +103,7 @@ class TrainingRun:
                 if stopped_by():
                     return Outcome(self.step, stopped_by(), None, last_save)
                 if held_out_step != self.step:
-                    loss = self._held_out(progress, log)
+                    loss = self._held_out(progress, log, stopped_by)
                 return Outcome(self.step, None, loss, last_save)
         finally:
             progress.close()
@@ -157,12 +158,15 @@ class TrainingRun:
         )
         progress.step(self.step, result.loss, rate, result.grad_norm, speed)
 
-    def _held_out(self, progress: Progress, log: JsonLog) -> float | None:
-        """Held-out loss in nats a byte, shown and logged."""
+    def _held_out(self, progress: Progress, log: JsonLog, stopped_by: Callable[[], str | None]) -> float | None:
+        """Held-out loss in nats a byte, shown and logged; None without such text, or when a signal came meanwhile."""
         if not len(self.data.held_out):
             return None
-        per_token = evaluate_loss(self.model, self.data.held_out.batches(self.config.batch_size))
+        batches = self.data.held_out.batches(self.config.batch_size)
+        per_token = evaluate_loss(self.model, itertools.takewhile(lambda _: not stopped_by(), batches))
         self.engine.release_idle_pool_blocks()
+        if stopped_by():
+            return None
         per_byte = per_token / self.data.held_out_bytes_per_token()
         log.write(step=self.step, held_out_loss=per_token, held_out_loss_per_byte=per_byte)
         progress.say(f"step {self.step}/{self.num_steps}  held-out loss {per_byte:.4f} nats/byte")
