@@ -97,9 +97,8 @@ class AllocationLedger:
 
     What was live before `attach` is taken over as allocations of kind "earlier". peak_bytes: most bytes live at once
     over all pools; peak_event: when; step_event: when the search for it began; peak_reserved_bytes: most bytes
-    reserved; reserved_at_peak: reserved when live bytes were at their peak. phase_bytes: live at the end of
-    each phase's last run. Bytes of each range include the pool's
-    rounding to its alignment.
+    reserved; reserved_at_peak: reserved when live bytes were at their peak. phase_bytes: live at the end of each
+    phase's last run. Bytes of each range include the pool's rounding to its alignment.
     """
 
     def __init__(self, engine: PooledEngine) -> None:

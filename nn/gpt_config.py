@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ..engine.errors import BadInputError
+from ..engine.ops.attention_rule import MAX_HEAD_DIM
 from .feed_forward import ACTIVATIONS, default_width
 from .rope import RopeScaling
 
@@ -87,6 +88,8 @@ class GPTConfig:
         if self.num_kv_heads and self.num_heads % self.num_kv_heads:
             problems.append(f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}")
         head_dim = self.head_dim or self.d_model // self.num_heads
+        if head_dim > MAX_HEAD_DIM:
+            problems.append(f"head_dim {head_dim} is over {MAX_HEAD_DIM}, the most attention takes: use more num_heads")
         if not problems and self.positions == "rope" and head_dim % 2:
             problems.append(f"head_dim {head_dim} is odd: RoPE rotates pairs; use learned positions or other num_heads")
         return problems

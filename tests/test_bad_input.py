@@ -107,7 +107,7 @@ def test_log_file_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tex
 
 # -- memory ----------------------------------------------------------------------------------------------------------
 def test_sizes_that_cannot_fit(capsys: pytest.CaptureFixture[str], text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = message_of(capsys, text, *SMALL, "--d-model", "65536", "--num-layers", "8")
+    shown = message_of(capsys, text, *SMALL, "--d-model", "65536", "--num-heads", "512", "--num-layers", "8")
     assert "of device memory, the budget is" in shown
     assert "make --d-model, --num-layers or --seq-len smaller" in shown
     monkeypatch.setattr(text_train, "budget_bytes", lambda engine: 1_500_000)
@@ -263,3 +263,40 @@ def test_generate(capsys: pytest.CaptureFixture[str], saved: Path, tmp_path: Pat
         ([saved, "--length", "0"], "--length 0 must be"),
     ):
         assert expected in message_of(capsys, *argv, "--engine", "cpu", program="text_generate")
+
+
+# -- found by trying to break it -------------------------------------------------------------------------------------
+def test_absolute_glob(capsys: pytest.CaptureFixture[str], text: Path) -> None:
+    assert "relative to the folder" in message_of(capsys, text.parent, "--glob", "/tmp/*", *SMALL)
+
+
+def test_endless_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "xxx" in message_of(capsys, "x" * 5000, *SMALL)
+
+
+def test_head_dim_beyond_attention(capsys: pytest.CaptureFixture[str], text: Path) -> None:
+    shown = message_of(capsys, text, *SMALL, "--d-model", "1024", "--num-heads", "2")
+    assert "head_dim 512 is over 256" in shown
+
+
+@pytest.mark.parametrize(("name", "value"), [("step", -3), ("d_model", "x")])
+def test_damaged_state(
+    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path, name: str, value: object
+) -> None:
+    save = tmp_path / "save"
+    assert text_train.main([str(text), *SMALL, "--save", str(save)]) == 0
+    path = save / (save / "latest").read_text().strip() / "state.json"
+    state = json.loads(path.read_text())
+    (state if name == "step" else state["config"])[name] = value
+    path.write_text(json.dumps(state))
+    assert "is damaged" in message_of(capsys, "--resume", save)
+
+
+def test_a_moved_save_goes_on_where_it_is(text: Path, tmp_path: Path) -> None:
+    """A run resumed from a moved folder saves there, not where it was made."""
+    made, moved = tmp_path / "made", tmp_path / "moved"
+    assert text_train.main([str(text), *SMALL, "--save", str(made)]) == 0
+    made.rename(moved)
+    assert text_train.main(["--resume", str(moved), "--max-steps", "4"]) == 0
+    assert not made.exists()
+    assert (moved / "latest").read_text().strip() == "step-00000004"

@@ -177,7 +177,7 @@ def _forward_bytes(plan: TrainingPlan) -> int:
 def print_attribution(console: Console, plan: TrainingPlan, contributions: list[Contribution]) -> None:
     """As a table."""
     console.print(
-        "\nwhat each saving is worth: turned off alone, the step takes so many more bytes, and saves the FLOPs",
+        "\nwhat each saving is worth: without it alone, the step takes so many more bytes and so many fewer FLOPs",
         markup=False,
         highlight=False,
         style="bold",

@@ -13,6 +13,8 @@ from typing import Any
 
 from ..engine.errors import BadInputError
 
+_LONGEST_ETA = 99 * 86400  # seconds shown at most
+
 
 class Progress:
     """Shows loss, learning rate, gradient norm, tokens/s and time left: live on a terminal, else lines."""
@@ -36,7 +38,7 @@ class Progress:
         """Step number `step` (from 1) is done."""
         left = (time.monotonic() - self._start) / (step - self._first) * (self._total - step)
         text = f"loss {loss:.4f}  lr {learning_rate:.2e}  grad {grad_norm:.3f}  {tokens_per_s:,.0f} tokens/s"
-        text += f"  ETA {timedelta(seconds=round(left))}"
+        text += f"  ETA {timedelta(seconds=round(min(left, _LONGEST_ETA)))}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
         elif step % self._interval == 0 or step in (self._first + 1, self._total):

@@ -50,10 +50,17 @@ class RunState:
         try:
             state = cls(**{name: value for name, value in save.state.items() if name not in ("format", "step")})
             state.make_schedule()
+            defaults = dataclasses.asdict(RunConfig())
             RunConfig(**state.config)
+            for name, value in state.config.items():
+                usual = defaults[name]
+                if isinstance(usual, int | float) and not isinstance(value, int | float):
+                    raise ValueError(f"{name} is {value!r}")
             for name in ("num_steps", "seed", "epoch", "index", "num_windows"):
                 if type(getattr(state, name)) is not int or getattr(state, name) < 0:
                     raise ValueError(f"{name} is {getattr(state, name)!r}")
+            if type(save.step) is not int or save.step < 0:
+                raise ValueError(f"step is {save.step!r}")
             if not state.index < state.num_windows:
                 raise ValueError(f"index {state.index} of {state.num_windows} windows")
         except (TypeError, ValueError) as error:

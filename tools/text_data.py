@@ -34,10 +34,16 @@ def find_files(paths: Sequence[str], glob: str) -> list[Path]:
         if len(paths) > 1:
             raise BadInputError("- (standard input) cannot be combined with other inputs")
         return [Path(STDIN)]
+    if not glob or Path(glob).is_absolute():
+        raise BadInputError(f"--glob {glob!r} must be a pattern relative to the folder, for example '*.txt'")
     files: list[Path] = []
     for name in paths:
         path = Path(name)
-        if path.is_dir():
+        try:
+            is_folder = path.is_dir()
+        except (OSError, ValueError) as error:  # a name too long, or with a NUL byte
+            raise BadInputError(f"cannot look at the input {name[:60]!r}: {error.__class__.__name__}") from error
+        if is_folder:
             found = sorted(p for p in path.rglob(glob) if p.is_file())
             if not found:
                 raise BadInputError(f"no file in the folder {path} matches {glob!r}: choose another with --glob")
