@@ -338,7 +338,8 @@ def check_for_leaks(config: RunConfig, num_steps: int, monkeypatch: pytest.Monke
         run_steps(engine, config, sample, num_steps)
     assert len(books) == 1, f"{len(books)} different states after a step, two of them: {sorted(books)[:2]}"
     assert len(objects) >= 5
-    assert max(objects[1:]) - objects[1] <= 5, f"Python objects from sample to sample: {objects}"
+    # One object a step would make num_steps of them; a few come and go with the interpreter itself.
+    assert max(objects[1:]) - objects[1] <= num_steps // 4, f"Python objects from sample to sample: {objects}"
 
 
 LEAK_MODES = {"plain": {}, "all": WIDE | {"activation_offload": True, "dropout": 0.1, "flush_interval": 1}}
