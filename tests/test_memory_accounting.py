@@ -339,8 +339,9 @@ def check_for_leaks(config: RunConfig, num_steps: int, monkeypatch: pytest.Monke
         run_steps(engine, config, sample, num_steps)
     assert len(books) == 1, f"{len(books)} different states after a step, two of them: {sorted(books)[:2]}"
     assert len(objects) >= 5
-    # One object a step would make num_steps of them; a few come and go with the interpreter itself.
-    assert max(objects[1:]) - objects[1] <= num_steps // 4, f"Python objects from sample to sample: {objects}"
+    # One object a step would make num_steps of them. Spare batches, of about ten objects, are made as submits happen to
+    # be in flight, and a few objects come and go with the interpreter itself: a number that does not grow with steps.
+    assert max(objects[1:]) - objects[1] <= min(64, num_steps // 4), f"Python objects from sample to sample: {objects}"
 
 
 LEAK_MODES = {"plain": {}, "all": WIDE | {"activation_offload": True, "dropout": 0.1, "flush_interval": 1}}
