@@ -203,7 +203,7 @@ def test_inference(capsys: pytest.CaptureFixture[str]) -> None:
         (["--zero-stage", "4"], "0, 1, 2 or 3"),
         (["--d-modle", "3"], "--d-model"),
         (["--preset", "small", "--plot", "/nonexistent/folder/x.png"], "cannot write the picture"),
-        (["--d-model", "65536", "--d-ff", "65536"], "too large"),
+        (["--d-model", "65536", "--num-heads", "512", "--d-ff", "65536"], "too large"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
