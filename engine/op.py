@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .tensor import Tensor, TensorSpec
+from .tensor import TensorSpec
 
 if TYPE_CHECKING:
     from .kernel import Kernel
@@ -72,8 +72,3 @@ def register(op: Op) -> Op:
         raise ValueError(f"two ops are called {op.name!r}")
     OPS[op.name] = op
     return op
-
-
-def spec_of(tensor: Tensor | None) -> TensorSpec | None:
-    """The spec of a tensor, None for an input left out."""
-    return None if tensor is None else tensor.spec

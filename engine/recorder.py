@@ -58,7 +58,6 @@ class Recorder:
         self._staging_used = STAGING_BYTES  # of the newest staging buffer of the open batch
         self.step_address = 0
         self.op_work = 0.0  # of the op being launched; set by the engine
-        self.num_dispatches = 0
         self.num_submits = 0
 
     # -- recording ---------------------------------------------------------------------------------------------------
@@ -137,7 +136,6 @@ class Recorder:
         commands.push(packed)
         commands.dispatch(groups)
         batch.work += work
-        self.num_dispatches += 1
 
     @staticmethod
     def _misaligned(kernel: Kernel, index: int, address: int) -> None:

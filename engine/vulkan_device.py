@@ -313,10 +313,6 @@ class Device:
         if result:
             check(result, "vkQueueSubmit")
 
-    def wait_idle(self) -> None:
-        """Wait for everything submitted."""
-        check(binding().lib.vkDeviceWaitIdle(self.handle), "vkDeviceWaitIdle")
-
     def destroy(self) -> None:
         """Save the pipeline cache and destroy the device, whose buffers and pipelines are gone. Safe to call twice."""
         if self.handle is None:

@@ -41,7 +41,8 @@ class VulkanBlockSource:
         """One block. Raises OutOfBlockMemory when the budget or the driver has no more."""
         limit = self.device.max_allocation_bytes
         if nbytes > limit:
-            raise OutOfBlockMemory(f"{nbytes} bytes in one tensor; this device's maxMemoryAllocationSize is {limit}")
+            message = f"the device gives at most {limit} bytes in one piece (maxMemoryAllocationSize, maxBufferSize)"
+            raise OutOfBlockMemory(message, over_limit=True)
         if self.reserved_bytes + nbytes > self.budget_bytes:
             raise OutOfBlockMemory(
                 f"{nbytes} bytes more than {self.reserved_bytes} reserved would pass the budget of {self.budget_bytes}"

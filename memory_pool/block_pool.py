@@ -199,7 +199,9 @@ class BlockPool:
                     budget = self.budget_bytes
                     if budget is None:
                         budget = getattr(self.source, "budget_bytes", None)
-                    raise PoolExhaustedError(self.name, size, budget, self.stats(), str(error)) from error
+                    raise PoolExhaustedError(
+                        self.name, size, budget, self.stats(), str(error), over_limit=error.over_limit
+                    ) from error
                 nbytes = max(smallest, self._aligned(nbytes // 2))
         block = Block(handle, nbytes, self.total_blocks, len(self._slots), self.alignment)
         self.total_blocks += 1

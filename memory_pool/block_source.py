@@ -6,7 +6,14 @@ from typing import Any, Protocol
 
 
 class OutOfBlockMemory(MemoryError):
-    """A source has no block of this size to give. The message says why: a budget, a limit, or the driver's answer."""
+    """A source has no block of this size to give. The message says why: a budget, a limit, or the driver's answer.
+
+    over_limit: no block of this size is ever given, however much memory there is.
+    """
+
+    def __init__(self, message: str, *, over_limit: bool = False) -> None:
+        self.over_limit = over_limit
+        super().__init__(message)
 
 
 class BlockSource(Protocol):

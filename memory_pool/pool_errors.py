@@ -15,9 +15,12 @@ class PoolExhaustedError(MemoryError):
     pool: its name. requested: bytes of the range, aligned. budget: most bytes the pool or its source may reserve, None
     where nobody set one. reserved, live, free, largest_hole: bytes at that moment. fragmentation: 1 - largest/free.
     is_fragmented: the bytes are there (free or not reserved yet), only not in one piece. reason: why no block came.
+    over_limit: no single block may be this large, however much memory there is.
     """
 
-    def __init__(self, pool: str, requested: int, budget: int | None, stats: PoolStats, reason: str) -> None:
+    def __init__(
+        self, pool: str, requested: int, budget: int | None, stats: PoolStats, reason: str, *, over_limit: bool = False
+    ) -> None:
         self.pool = pool
         self.requested = requested
         self.budget = budget
@@ -28,8 +31,11 @@ class PoolExhaustedError(MemoryError):
         self.fragmentation = stats.fragmentation
         self.reason = reason
         unreserved = 0 if budget is None else max(0, budget - self.reserved)
-        self.is_fragmented = self.free + unreserved >= requested
-        if self.is_fragmented:
+        self.over_limit = over_limit
+        self.is_fragmented = not over_limit and self.free + unreserved >= requested
+        if over_limit:
+            what, hint = f"a limit: {reason}", "a tensor split in two, "
+        elif self.is_fragmented:
             what = "fragmentation: enough bytes are free, but not in one piece"
             hint = "release idle blocks or tensors that lie between holes; "
         else:

@@ -108,13 +108,6 @@ class Layer:
         except KeyError:
             raise self.missing(name) from None
 
-    def look(self, name: str) -> Tensor:
-        """A kept tensor, which stays kept. Raises MissingActivationError when it is not there."""
-        try:
-            return self.kept[name]
-        except KeyError:
-            raise self.missing(name) from None
-
     def missing(self, name: str) -> MissingActivationError:
         """The error for a kept tensor that is not there."""
         if not self.training:

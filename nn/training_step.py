@@ -20,7 +20,6 @@ from .optimizers import Optimizer
 from .parameter import Parameter
 
 MicroBatch = tuple[np.ndarray, np.ndarray]
-PHASES = ("forward", "backward", "optimizer")
 
 
 class LossModel(Protocol):
@@ -111,7 +110,7 @@ class TrainingStep:
         """micro_batches: (tokens, targets) integer arrays [batch, seq], target -100 where there is no label.
 
         When no label is valid at all, warns, runs nothing, and leaves weights, moments and their count unchanged.
-        Raises BadInputError for an empty list, or several micro-batches with a fused update.
+        Raises BadInputError for an empty list, several micro-batches with a fused update, or a rate that is not finite.
         """
         if not micro_batches:
             raise BadInputError("a training step needs at least one micro-batch")
@@ -120,6 +119,8 @@ class TrainingStep:
                 f"a fused update cannot accumulate {len(micro_batches)} micro-batches: gradients are complete only in "
                 f"the last one, so all of them would be alive between two; use one micro-batch"
             )
+        if not math.isfinite(learning_rate):
+            raise BadInputError(f"learning_rate is {learning_rate}: it must be finite")
         engine, optimizer = self.model.engine, self.optimizer
         self.model.clear_gradients()
         num_valid = sum(int((np.asarray(targets) != IGNORE_INDEX).sum()) for _, targets in micro_batches)

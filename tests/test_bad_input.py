@@ -300,3 +300,27 @@ def test_a_moved_save_goes_on_where_it_is(text: Path, tmp_path: Path) -> None:
     assert text_train.main(["--resume", str(moved), "--max-steps", "4"]) == 0
     assert not made.exists()
     assert (moved / "latest").read_text().strip() == "step-00000004"
+
+
+def test_fewer_steps_than_were_done(capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    assert text_train.main([str(text), *SMALL, "--save", str(save)]) == 0
+    assert "already at step 2, beyond the 1" in message_of(capsys, "--resume", save, "--max-steps", "1")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
+def test_full_log_saves_first(capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path) -> None:
+    """A log that cannot be written ends the run, but not without a save."""
+    save = tmp_path / "save"
+    (tmp_path / "log").symlink_to("/dev/full")
+    original = Path.replace  # keeps the link in place of the fresh file the log would be
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Path,
+            "replace",
+            lambda p, t: p.unlink() if p.suffix == ".tmp" and str(t).endswith("log") else original(p, t),
+        )
+        shown = message_of(capsys, text, *SMALL, "--save", save, "--log-file", tmp_path / "log")
+    assert "cannot write the log" in shown
+    assert "the state after step 1 is saved" in shown
+    assert (save / "latest").read_text().strip() == "step-00000001"

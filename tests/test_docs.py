@@ -1,4 +1,4 @@
-"""Every Python block of the API page runs, in order, in one namespace."""
+"""Every Python block of the README and the docs runs, page by page, in order, in one namespace a page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-PAGES = sorted((Path(__file__).parent.parent / "docs").glob("*api*.md"))
+ROOT = Path(__file__).parent.parent
+PAGES = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "```python" in p.read_text("utf-8")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -190,3 +190,28 @@ def test_a_violation_is_reported_by_the_layers(monkeypatch: pytest.MonkeyPatch) 
         engine.recorder.submit()
         engine.recorder.wait()
         engine.device.destroy_buffer(buffer)
+
+
+def test_a_tensor_over_the_device_limit_names_the_limit(vulkan: VulkanEngine) -> None:
+    """CASES row 1: the limit comes first in the message, not holes of the pool."""
+    limit = vulkan.device.max_allocation_bytes
+    with pytest.raises(MemoryError, match=f"by a limit: the device gives at most {limit} bytes") as caught:
+        vulkan.empty((limit // 4 + 1,))
+    assert "fragmentation: enough" not in str(caught.value)
+
+
+def test_a_closed_engine_says_so() -> None:
+    """Ops, uploads, downloads and dispatches after close."""
+    engine = VulkanEngine()
+    tensor = engine.tensor([1.0])
+    engine.close()
+    for use in (tensor.numpy, lambda: engine.add(tensor, tensor), lambda: engine.dispatch(ADD_ONE, 1, tensor, 1)):
+        with pytest.raises(RuntimeError, match="is closed"):
+            use()
+
+
+@pytest.mark.parametrize("groups", [-1, 2**32])
+def test_impossible_numbers_of_groups(vulkan: VulkanEngine, groups: int) -> None:
+    """Refused before anything is recorded."""
+    with pytest.raises(ValueError, match="workgroups"):
+        vulkan.dispatch(ADD_ONE, groups, vulkan.tensor([1.0]), 1)

@@ -58,10 +58,14 @@ class Progress:
             self._bar = None
 
 
+class LogError(BadInputError):
+    """The log cannot be written."""
+
+
 class JsonLog:
     """One JSON object a line. A resumed run keeps the lines up to the step it goes on from, and drops later ones.
 
-    Raises BadInputError when the file cannot be written.
+    Raises LogError when the file cannot be written.
     """
 
     def __init__(self, path: str | None, first_step: int) -> None:
@@ -76,17 +80,17 @@ class JsonLog:
             temporary.replace(path)
             self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 (closed by close())
         except OSError as error:
-            raise BadInputError(f"cannot write the log {path}: {error.strerror or error}") from error
+            raise LogError(f"cannot write the log {path}: {error.strerror or error}") from error
 
     def write(self, **values: Any) -> None:
-        """Add a line; NaN and infinity, which are no JSON numbers, become texts. Raises BadInputError if it cannot."""
+        """Add a line; NaN and infinity, which are no JSON numbers, become texts. Raises LogError if it cannot."""
         if self._file is None:
             return
         try:
             self._file.write(json.dumps(_plain(values), allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
-            raise BadInputError(f"cannot write the log {self._file.name}: {error.strerror or error}") from error
+            raise LogError(f"cannot write the log {self._file.name}: {error.strerror or error}") from error
 
     def close(self) -> None:
         """Close the file."""

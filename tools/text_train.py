@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ..engine.errors import BadInputError
+from ..engine.plan_engine import PlanEngine
 from ..engine.switches import cache_folder
 from ..nn.sampling import Sampler
 from .budget import check_budget
@@ -62,7 +63,13 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
         schedule = make_schedule(config, num_steps) if state is None else state.make_schedule()
         weights, moments = (None, None) if save is None else (save.model(), save.optimizer())
 
+        if save is not None and num_steps < save.step:
+            raise BadInputError(
+                f"{save.folder} is already at step {save.step}, beyond the {num_steps} asked for: raise --max-steps"
+            )
         chosen, within = within_memory_budget(config, vocab_size)
+        if weights is not None:  # names and shapes, on an engine that needs no device
+            make_model(PlanEngine(), chosen, vocab_size, weights)
         engine = stack.enter_context(make_engine(config.engine, config.device))
         peak = check_budget(chosen, vocab_size, budget_bytes(engine))
         timeline = None if config.memory_timeline is None else MemoryTimeline(engine, Path(config.memory_timeline))

@@ -21,7 +21,7 @@ from ..nn.schedules import Schedule
 from ..nn.training_step import evaluate_loss
 from .memory_timeline import MemoryTimeline
 from .model_setup import make_training_step
-from .progress import JsonLog, Progress
+from .progress import JsonLog, LogError, Progress
 from .run_config import RunConfig
 from .run_state import RunState
 from .saves import write_save
@@ -105,6 +105,10 @@ class TrainingRun:
                 if held_out_step != self.step:
                     loss = self._held_out(progress, log, stopped_by)
                 return Outcome(self.step, None, loss, last_save)
+        except LogError as error:
+            if self.root is None or saved_step == self.step:
+                raise
+            raise LogError(f"{error}; the state after step {self.step} is saved in {self.save()}") from error
         finally:
             progress.close()
             log.close()
