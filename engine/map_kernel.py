@@ -1,10 +1,13 @@
-"""Elementwise kernels from a line of GLSL: several inputs and outputs, any size, 16-byte loads where aligned."""
+"""Elementwise kernels from expressions or GLSL: several inputs and outputs, any size, 16-byte loads where aligned."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .expr import Expr
+from .expr_glsl import glsl_includes, glsl_statements
+from .expr_numpy import evaluate
 from .kernel import Kernel, read_shader
 from .tensor import Tensor
 
@@ -58,9 +61,10 @@ class Operand(NamedTuple):
 class MapKernel:
     """An elementwise kernel and its launch.
 
-    inputs, outputs: names or Operands; one that is in both is changed in place. body: GLSL statements that assign every
-    output from the inputs; they are compiled once with `T` float and once with `T` vec4, and see `index`, the index of
-    the (first) element. scalars: kernel arguments behind the pointers, "float factor, uint width". step: the body reads
+    inputs, outputs: names or Operands; one that is in both is changed in place. body: an expression for each
+    output, of variables named as the inputs and scalars; or GLSL statements that assign every output from the inputs,
+    which are compiled once with `T` float and once with `T` vec4, and see `index`, the index of the (first) element.
+    scalars: kernel arguments behind the pointers, "float factor, uint width". step: the body reads
     `args.step`. includes: files of shaders/ the body needs.
 
     The kernel has one pointer for each distinct one of inputs and outputs, in order of appearance.
@@ -71,7 +75,7 @@ class MapKernel:
         name: str,
         inputs: Sequence[str | Operand],
         outputs: Sequence[str | Operand],
-        body: str,
+        body: str | Mapping[str, Expr],
         *,
         scalars: str = "",
         step: bool = False,
@@ -84,12 +88,22 @@ class MapKernel:
             access[operand.pointer] = "inout" if access.get(operand.pointer, "out") in ("in", "inout") else "out"
         args = [f"{how} f32 {pointer}" for pointer, how in access.items()]
         args += ["step"] * step + [scalars] * bool(scalars) + ["uint num_elements"]
-        bodies = {kind: _statements(kind, read, written, body) for kind in ("float", "vec4")}
-        text = "".join(read_shader(include) for include in includes)
+        self.expressions = {} if isinstance(body, str) else dict(body)
+        scalar_names = [scalar.split()[1] for scalar in scalars.split(",") if scalar]
+        bodies = {}
+        for kind in ("float", "vec4"):
+            names = {scalar: f"{kind}(args.{scalar})" for scalar in scalar_names}
+            text = body if isinstance(body, str) else glsl_statements(body, kind, names)
+            bodies[kind] = _statements(kind, read, written, text)
+        text = "".join(read_shader(include) for include in (*includes, *glsl_includes(self.expressions.values())))
         joined = ", ".join(args)
         self.num_pointers = len(access)
         self.wide = Kernel(name + "_vec4", text + _WIDE % bodies, joined, local_size=_LOCAL_SIZE)
         self.narrow = Kernel(name + "_scalar", text + _NARROW % bodies, joined, local_size=_LOCAL_SIZE)
+
+    def reference(self, **arrays: Any) -> list[Any]:
+        """The outputs in NumPy, in the order of the body's expressions, from arrays and scalars by name."""
+        return evaluate(self.expressions.values(), **arrays)
 
     def kernels(self) -> Iterable[Kernel]:
         """Both widths."""

@@ -12,8 +12,7 @@
 // A block is BLOCK values of k: its part of A is A_VECTORS vectors of four a lane, vector q on lane q % SIZE.
 // EACH_ROW(F, x), EACH_VECTOR(F, x), EACH_COLUMN(F, x), EACH_A(F, x), EACH_STEP(F, x): F(0, x) F(1, x) ... for the rows,
 // vectors and columns a lane holds, its vectors of A and the k of a block. Written out because not all drivers unroll.
-
-#include "activation.glsl"
+// The text of `activate` comes first: engine/ops/activation.py.
 
 #if TN == 1
 #define WIDTH 1

@@ -9,6 +9,7 @@ import pytest
 
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.kernel import SHADER_DIR
+from vkfold.engine.kernel_registry import known_kernels
 from vkfold.engine.map_kernel import MapKernel, Operand
 from vkfold.engine.vulkan_engine import VulkanEngine
 
@@ -66,6 +67,51 @@ def test_activations(vulkan: VulkanEngine, oracle: CpuEngine, kind: str) -> None
     assert np.isfinite(got).all()
 
 
+def plain(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Value and derivative by the formulas of the papers, in float64: nothing of engine/expr.py is in them."""
+    x = x.astype(np.float64)
+    if kind == "relu":
+        return np.maximum(x, 0), (x > 0).astype(np.float64)
+    if kind == "silu":
+        s = 1 / (1 + np.exp(-x))
+        return x * s, s * (1 + x * (1 - s))
+    root = np.sqrt(2 / np.pi)
+    t = np.tanh(root * (x + 0.044715 * x**3))
+    return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * root * (1 + 3 * 0.044715 * x * x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine_name", ["vulkan", "cpu", "oracle"])
+def test_activations_are_the_papers_formulas(request: pytest.FixtureRequest, engine_name: str, kind: str) -> None:
+    """The engines share one expression; here it is compared with another way to write the same, SwiGLU too."""
+    engine = request.getfixturevalue(engine_name)
+    x, dy, up = normal(1003, scale=4.0), normal(1003, seed=1), normal(1003, seed=2)
+    x[:3] = 0, 30.5, -30.5
+    close = 1e-13 if engine_name == "oracle" else CLOSE
+    value, slope = plain(x, kind)
+    dy, up = dy.astype(np.float64), up.astype(np.float64)
+    t, d = engine.tensor(x), engine.tensor(dy)
+    assert np.all(np.abs(engine.activation(t, kind).numpy() - value) <= close * np.maximum(1, np.abs(value)))
+    got = engine.activation_backward(d, t, kind).numpy()
+    assert np.all(np.abs(got - dy * slope) <= close * np.maximum(1, np.abs(dy * slope)))
+    if kind == "silu":
+        both = engine.tensor(np.concatenate([x, up]).reshape(1, -1))
+        expected = value * up
+        scale = 1 + np.abs(dy) * np.maximum(np.abs(x), np.abs(up)) + np.abs(expected)
+        assert np.all(np.abs(engine.swiglu(both).numpy()[0] - expected) <= close * scale)
+        got = engine.swiglu_backward(engine.tensor(dy.reshape(1, -1)), both).numpy()[0].reshape(2, -1)
+        assert np.all(np.abs(got - [dy * up * slope, dy * value]) <= close * scale * (1 + np.abs(up)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_infinite_input_has_a_gradient(vulkan: VulkanEngine, cpu: CpuEngine, kind: str) -> None:
+    """At both infinities the slope is 0 or 1, not infinity times 0."""
+    x = np.array([np.inf, -np.inf, 3e38, -3e38, 1e4, -1e4], np.float32)
+    for engine in (vulkan, cpu):
+        got = engine.activation_backward(engine.tensor(np.ones(6)), engine.tensor(x), kind).numpy()
+        assert np.array_equal(got, np.array([1, 0, 1, 0, 1, 0], np.float32))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_wide_and_narrow_agree(vulkan: VulkanEngine, kind: str) -> None:
     """The four-element and the one-element kernel, and the matmul epilogue, give the same bits."""
@@ -106,6 +152,9 @@ def test_no_tanh_in_shaders() -> None:
         if path.suffix in (".comp", ".glsl"):
             text = re.sub(r"//.*|/\*.*?\*/", "", path.read_text(encoding="utf-8"))
             assert not re.search(r"\b(tanh|sin|cos)\s*\(", text), path.name
+    for kernel in known_kernels():
+        text = re.sub(r"//.*|/\*.*?\*/", "", kernel.glsl)
+        assert not re.search(r"\b(tanh|sin|cos)\s*\(", text), kernel.name
 
 
 def test_nan_stays(vulkan: VulkanEngine) -> None:

@@ -1,13 +1,16 @@
-"""ReLU, GELU and SiLU, forward and backward. The matmul epilogue has the same formulas (shaders/activation.glsl)."""
+"""ReLU, GELU and SiLU as expressions: the ops, their backwards and the matmul epilogue are all made from them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from ..kernel import Kernel
+from ..expr import Expr, clamp, fma, logistic, variables, where
+from ..expr_derivative import derivative
+from ..expr_glsl import KINDS as GLSL_KINDS
+from ..expr_glsl import glsl_function, glsl_includes
+from ..expr_numpy import evaluate
+from ..kernel import Kernel, read_shader
 from ..map_kernel import MapKernel
 from ..op import register
 from ..tensor import Tensor, TensorSpec
@@ -17,8 +20,9 @@ if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
 
-ACTIVATIONS = {"relu": 1, "gelu": 2, "silu": 3}  # as `activate` in shaders/activation.glsl numbers them
+ACTIVATIONS = {"relu": 1, "gelu": 2, "silu": 3}  # as `activate` of `activation_glsl` numbers them
 _GELU_SCALE = 0.7978845608028654  # sqrt(2 / pi)
+_X, _DY = variables("x dy")
 
 
 def check_activation(op: str, kind: str) -> str:
@@ -28,33 +32,48 @@ def check_activation(op: str, kind: str) -> str:
     return kind
 
 
-def logistic(x: Any) -> Any:
-    """1 / (1 + exp(-x)), without overflow."""
-    tail = np.exp(-np.abs(x))
-    tail = tail / (1 + tail)
-    return np.where(x > 0, 1 - tail, tail)
+def activation_of(x: Expr, kind: str, near: Expr | None = None) -> Expr:
+    """The activation as an expression.
+
+    near: x again, or x clamped to where the logistic function is neither 0 nor 1; the value is the same.
+    GELU is the tanh form written with the logistic function, 0.5 (1 + tanh(u)) = logistic(2 u).
+    """
+    near = x if near is None else near
+    if kind == "relu":
+        return where(x <= 0.0, 0.0, x)
+    if kind == "silu":
+        return x * logistic(near)
+    return x * logistic(near * fma(near * near, 2 * _GELU_SCALE * 0.044715, 2 * _GELU_SCALE))
+
+
+def activation_slope(x: Expr, kind: str) -> Expr:
+    """The derivative of the activation by the variable x; for relu 0 at 0.
+
+    It is taken of the form with x clamped: beyond, its second term is 0 and not infinity times 0.
+    """
+    return derivative(activation_of(x, kind, clamped(x, kind)), x)
+
+
+def clamped(x: Expr, kind: str) -> Expr:
+    """x within the range outside of which the logistic function of the activation is exactly 0 or 1."""
+    limit = 30.0 if kind == "gelu" else 200.0
+    return clamp(x, -limit, limit)
 
 
 def activation_reference(x: Any, kind: str) -> Any:
     """The activation of an array."""
-    if kind == "relu":
-        return np.where(x < 0, x.dtype.type(0), x)
-    if kind == "silu":
-        return x * logistic(x)
-    return x * logistic(2 * _GELU_SCALE * (x + 0.044715 * x * x * x))
+    return evaluate([activation_of(_X, kind)], x=x)[0]
 
 
-def derivative_reference(x: Any, kind: str) -> Any:
-    """The derivative of the activation at x; for relu 0 at 0."""
-    if kind == "relu":
-        return np.where(x <= 0, x.dtype.type(0), x.dtype.type(1))
-    near = np.clip(x, -200, 200)  # beyond, the second term is 0; without the clip infinity times 0
-    if kind == "silu":
-        s = logistic(x)
-        return s + near * s * logistic(-x)
-    u = 2 * _GELU_SCALE * (x + 0.044715 * x * x * x)
-    slope = 2 * _GELU_SCALE * (1 + 3 * 0.044715 * near * near)
-    return logistic(u) + near * slope * logistic(u) * logistic(-u)
+def activation_glsl() -> str:
+    """GLSL functions of float and vec4: each activation, and `activate(x, kind)` with kind 0 for none."""
+    bodies = [activation_of(_X, kind) for kind in ACTIVATIONS]
+    text = "".join(read_shader(name) for name in glsl_includes(bodies))
+    text += "".join(glsl_function(kind, body, ("x",)) for kind, body in zip(ACTIVATIONS, bodies, strict=True))
+    for kind in GLSL_KINDS:
+        cases = "".join(f"    if (kind == {number}u) return {name}(x);\n" for name, number in ACTIVATIONS.items())
+        text += f"{kind} activate({kind} x, uint kind) {{\n{cases}    return x;\n}}\n"
+    return text
 
 
 class ActivationOp(ElementwiseOp):
@@ -62,16 +81,14 @@ class ActivationOp(ElementwiseOp):
 
     name = "activation"
     flops_per_element = 8
-    by_kind: ClassVar = {
-        kind: MapKernel(kind, ("x",), ("y",), f"y = {kind}(x);", includes=("activation.glsl",)) for kind in ACTIVATIONS
-    }
+    by_kind: ClassVar = {kind: MapKernel(kind, ("x",), ("y",), {"y": activation_of(_X, kind)}) for kind in ACTIVATIONS}
 
     def outputs(self, x: TensorSpec, *, kind: str) -> Sequence[TensorSpec]:
         check_activation(self.name, kind)
         return (check_same(self.name, x=x),)
 
     def reference(self, x: Any, *, kind: str) -> Sequence[Any]:
-        return (activation_reference(x, kind),)
+        return self.by_kind[kind].reference(x=x)
 
     def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, kind: str) -> None:
         self.by_kind[kind].launch(gpu, outputs[0].size, *inputs, outputs[0])
@@ -90,8 +107,7 @@ class ActivationBackwardOp(ActivationOp):
             f"{kind}_backward",
             ("dy", "x"),
             ("dx",),
-            f"dx = dy * {kind}_derivative(x);",
-            includes=("activation.glsl",),
+            {"dx": _DY * activation_slope(_X, kind)},
         )
         for kind in ACTIVATIONS
     }
@@ -101,7 +117,7 @@ class ActivationBackwardOp(ActivationOp):
         return (check_same(self.name, x=x, dy=dy),)
 
     def reference(self, dy: Any, x: Any, *, kind: str) -> Sequence[Any]:  # type: ignore[override]
-        return (dy * derivative_reference(x, kind),)
+        return self.by_kind[kind].reference(dy=dy, x=x)
 
 
 ACTIVATION = register(ActivationOp())

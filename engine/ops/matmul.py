@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..kernel import Kernel
+from ..kernel import Kernel, read_shader
 from ..matmul_variants import SUBGROUP_SIZES, Capabilities, Variant, all_variants, choose
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
-from .activation import ACTIVATIONS, activation_reference, check_activation
+from .activation import ACTIVATIONS, activation_glsl, activation_reference, check_activation
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
@@ -56,7 +56,9 @@ def matmul_kernel(variant: Variant, subgroup_size: int, trans_a: bool, trans_b: 
     }
     letters = ("T" if trans_a else "N") + ("T" if trans_b else "N")
     name = f"matmul_{letters}_{variant.name}_s{subgroup_size}" + ("" if vec4 else "_scalar")
-    return Kernel(name, "matmul.comp", _ARGS, subgroups=variant.subgroups, defines=defines)
+    return Kernel(
+        name, activation_glsl() + read_shader("matmul.comp"), _ARGS, subgroups=variant.subgroups, defines=defines
+    )
 
 
 class _Shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..expr import variables
 from ..map_kernel import MapKernel
 from ..op import register
 from ..tensor import Tensor, TensorSpec
@@ -14,18 +15,20 @@ if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
 
+_A, _B = variables("a b")
+
 
 class MultiplyOp(ElementwiseOp):
     """a * b."""
 
     name = "multiply"
-    kernel = MapKernel("multiply", ("a", "b"), ("y",), "y = a * b;")
+    kernel = MapKernel("multiply", ("a", "b"), ("y",), {"y": _A * _B})
 
     def outputs(self, a: TensorSpec, b: TensorSpec) -> Sequence[TensorSpec]:
         return (check_same(self.name, a=a, b=b),)
 
     def reference(self, a: Any, b: Any) -> Sequence[Any]:
-        return (a * b,)
+        return self.kernel.reference(a=a, b=b)
 
     def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         self.kernel.launch(gpu, outputs[0].size, *inputs, outputs[0])

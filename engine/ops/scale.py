@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..expr import variables
 from ..map_kernel import MapKernel
 from ..op import register
 from ..tensor import Tensor, TensorSpec
@@ -16,18 +17,20 @@ if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
 
+_X, _FACTOR = variables("x factor")
+
 
 class ScaleOp(ElementwiseOp):
     """x * factor; the factor is rounded to float32 first."""
 
     name = "scale"
-    kernel = MapKernel("scale", ("x",), ("y",), "y = x * args.factor;", scalars="float factor")
+    kernel = MapKernel("scale", ("x",), ("y",), {"y": _X * _FACTOR}, scalars="float factor")
 
     def outputs(self, x: TensorSpec, *, factor: float) -> Sequence[TensorSpec]:
         return (check_same(self.name, x=x),)
 
     def reference(self, x: Any, *, factor: float) -> Sequence[Any]:
-        return (x * x.dtype.type(np.float32(factor)),)
+        return self.kernel.reference(x=x, factor=np.float32(factor))
 
     def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, factor: float) -> None:
         self.kernel.launch(gpu, outputs[0].size, inputs[0], outputs[0], factor)

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..expr import variables
 from ..map_kernel import MapKernel, Operand
 from ..op import register
 from ..tensor import Tensor, TensorSpec
-from .activation import activation_reference, derivative_reference
+from .activation import activation_of, activation_slope, clamped
 from .elementwise import ElementwiseOp, check_same
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
+
+_DY, _GATE_VALUE, _UP_VALUE = variables("dy gate up")
 
 # Element `index` of [rows, width] lies at index + row * width in [rows, 2 * width], and its other half width further.
 _GATE = "index + index / args.width * args.width"
@@ -38,9 +41,8 @@ class SwigluOp(ElementwiseOp):
         "swiglu",
         (Operand("gate", "gate_up", _GATE), Operand("up", "gate_up", _UP)),
         ("y",),
-        "y = silu(gate) * up;",
+        {"y": activation_of(_GATE_VALUE, "silu") * _UP_VALUE},
         scalars="uint width",
-        includes=("activation.glsl",),
     )
 
     def outputs(self, gate_up: TensorSpec) -> Sequence[TensorSpec]:
@@ -48,7 +50,7 @@ class SwigluOp(ElementwiseOp):
 
     def reference(self, gate_up: Any) -> Sequence[Any]:
         gate, up = np.split(gate_up, 2, axis=-1)
-        return (activation_reference(gate, "silu") * up,)
+        return self.kernel.reference(gate=gate, up=up)
 
     def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         width = outputs[0].shape[-1]
@@ -64,9 +66,11 @@ class SwigluBackwardOp(ElementwiseOp):
         "swiglu_backward",
         ("dy", Operand("gate", "gate_up", _GATE), Operand("up", "gate_up", _UP)),
         (Operand("d_gate", "d_gate_up", _GATE), Operand("d_up", "d_gate_up", _UP)),
-        "d_gate = dy * up * silu_derivative(gate); d_up = dy * silu(gate);",
+        {
+            "d_gate": _DY * _UP_VALUE * activation_slope(_GATE_VALUE, "silu"),
+            "d_up": _DY * activation_of(_GATE_VALUE, "silu", clamped(_GATE_VALUE, "silu")),  # shares its exp
+        },
         scalars="uint width",
-        includes=("activation.glsl",),
     )
 
     def outputs(self, dy: TensorSpec, gate_up: TensorSpec) -> Sequence[TensorSpec]:
@@ -77,8 +81,7 @@ class SwigluBackwardOp(ElementwiseOp):
 
     def reference(self, dy: Any, gate_up: Any) -> Sequence[Any]:
         gate, up = np.split(gate_up, 2, axis=-1)
-        d_gate = dy * up * derivative_reference(gate, "silu")
-        return (np.concatenate([d_gate, dy * activation_reference(gate, "silu")], axis=-1),)
+        return (np.concatenate(self.kernel.reference(dy=dy, gate=gate, up=up), axis=-1),)
 
     def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         width = inputs[0].shape[-1]

@@ -1,0 +1,136 @@
+"""Expressions as GLSL, for T = float and T = vec4: the same text each time, each common part computed once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from .expr import Expr, expanded, topological
+
+KINDS = ("float", "vec4")
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+_COMPARISONS = {
+    "lt": ("<", "lessThan"),
+    "le": ("<=", "lessThanEqual"),
+    "gt": (">", "greaterThan"),
+    "ge": (">=", "greaterThanEqual"),
+    "eq": ("==", "equal"),
+    "ne": ("!=", "notEqual"),
+}
+# functions of shaders/exp.glsl and shaders/expr.glsl: the driver's own are not IEEE at the ends
+_CALLS = {
+    "abs": "abs",
+    "fma": "fma",
+    "exp": "exp_full",
+    "log": "log_full",
+    "rsqrt": "rsqrt_full",
+    "float16": "round_to_half",
+    "bfloat16": "round_to_bfloat",
+}
+
+
+def glsl_includes(roots: Iterable[Expr]) -> tuple[str, ...]:
+    """The file of shaders/ that the text of these expressions needs, if any."""
+    calls = {_call(node) for node in topological(expanded(roots))}
+    if calls & {"exp_full", "log_full", "rsqrt_full", "round_to_half", "round_to_bfloat"}:
+        return ("expr.glsl",)
+    return ("exp.glsl",) if "exp_or_zero" in calls else ()
+
+
+def glsl_statements(outputs: Mapping[str, Expr], kind: str, names: Mapping[str, str] | None = None) -> str:
+    """Statements that assign each output, which the caller has declared.
+
+    kind: "float" or "vec4". names: GLSL text of kind's type for variables that are not called by their own name. An
+    output may have the name of a variable: it is written when nothing reads that any more.
+    """
+    roots = expanded(outputs.values())
+    lines, texts = _lines(roots, kind, names or {}, set(outputs) if len(outputs) > 1 else set())
+    return "\n".join([*lines, *(f"{name} = {texts[root]};" for name, root in zip(outputs, roots, strict=True))])
+
+
+def glsl_function(name: str, root: Expr, parameters: Sequence[str]) -> str:
+    """A function of these variables for each of KINDS. Raises ValueError when the expression has another variable."""
+    (whole,) = expanded([root])
+    used = {node.name for node in topological([whole]) if node.op == "variable"}
+    if used - set(parameters):
+        raise ValueError(f"{name}: no parameter for {', '.join(sorted(used - set(parameters)))}")
+    parts = []
+    for kind in KINDS:
+        lines, texts = _lines([whole], kind, {}, set())
+        taken = ", ".join(f"{kind} {parameter}" for parameter in parameters)
+        body = "".join(f"    {line}\n" for line in [*lines, f"return {texts[whole]};"])
+        parts.append(f"{kind} {name}({taken}) {{\n{body}}}\n")
+    return "".join(parts)
+
+
+def _lines(
+    roots: Sequence[Expr], kind: str, names: Mapping[str, str], written: set[str]
+) -> tuple[list[str], dict[Expr, str]]:
+    order = topological(roots)
+    uses = Counter(arg for node in order for arg in node.args) + Counter(roots)
+    taken = {node.name for node in order if node.op == "variable"} | written
+    overwrites = any(node.op == "variable" and node.name in written for node in order)
+    texts: dict[Expr, str] = {}
+    lines: list[str] = []
+    number = 0
+    for node in order:
+        text = _text(node, kind, [texts[arg] for arg in node.args], names)
+        leaf = node.op == "constant" or (node.op == "variable" and node.name in names)
+        if node.op == "variable" and not (overwrites and node in roots):
+            leaf = True
+        if not leaf and (uses[node] > 1 or (overwrites and node in roots)):
+            while f"t{number}" in taken:
+                number += 1
+            condition = "bool" if kind == "float" else "bvec4"
+            lines.append(f"const {condition if node.is_condition else kind} t{number} = {text};")
+            text = f"t{number}"
+            number += 1
+        texts[node] = text
+    return lines, texts
+
+
+def _call(node: Expr) -> str | None:
+    if node.op == "exp" and _at_most_zero(node.args[0]):
+        return "exp_or_zero"
+    return _CALLS.get(node.op)
+
+
+def _at_most_zero(node: Expr) -> bool:
+    """Whether a value is never above 0, as far as one can see without much thought."""
+    if node.op == "neg":
+        return node.args[0].op in ("abs", "exp") or (
+            node.args[0].op == "mul" and node.args[0].args[0] is node.args[0].args[1]
+        )
+    if node.op == "mul":
+        first, second = node.args
+        return first.op == "constant" and first.number <= 0 and second.op in ("abs", "exp")
+    return False
+
+
+def _text(node: Expr, kind: str, args: list[str], names: Mapping[str, str]) -> str:
+    op = node.op
+    if op == "variable":
+        return names.get(node.name, node.name)
+    if op == "constant":
+        text = _literal(node.number)
+        return text if kind == "float" else f"vec4({text})"
+    if op == "neg":
+        return f"(-{args[0]})"
+    if op in _INFIX:
+        return f"({args[0]} {_INFIX[op]} {args[1]})"
+    if op == "where":
+        return f"mix({args[2]}, {args[1]}, {args[0]})"
+    if op in _COMPARISONS:
+        infix, function = _COMPARISONS[op]
+        return f"({args[0]} {infix} {args[1]})" if kind == "float" else f"{function}({args[0]}, {args[1]})"
+    return f"{_call(node)}({', '.join(args)})"
+
+
+def _literal(number: float) -> str:
+    with np.errstate(over="ignore"):
+        value = np.float32(number)
+    if not np.isfinite(value) or (value == 0 and np.signbit(value)):
+        return f"uintBitsToFloat(0x{int(value.view(np.uint32)):08X}u)"
+    return f"({float(number)!r})" if number < 0 else repr(float(number))

@@ -1,0 +1,231 @@
+"""Expressions: device against NumPy on random ones, derivatives against finite differences, bits kept by simplify."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vkfold.engine import expr as e
+from vkfold.engine.expr_derivative import derivative
+from vkfold.engine.expr_glsl import KINDS, glsl_function, glsl_statements
+from vkfold.engine.expr_numpy import evaluate
+from vkfold.engine.expr_simplify import simplify
+from vkfold.engine.map_kernel import MapKernel
+from vkfold.engine.vulkan_engine import VulkanEngine
+
+A, B = e.variables("a b")
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, 3.0, 1e-3, -7.25, 1e30, -1e30, np.inf, -np.inf, np.nan]
+PAIRS = np.array(list(itertools.product(SPECIAL, SPECIAL)), np.float32).T.copy()
+WORK = settings(
+    max_examples=25,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+LEAVES = st.one_of(st.sampled_from([A, B]), st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.1, 2.5]).map(e.constant))
+
+
+def exact(children: st.SearchStrategy[e.Expr]) -> st.SearchStrategy[e.Expr]:
+    """Operations whose float32 result is the same on every device."""
+    two = st.sampled_from(["add", "sub", "mul", "max", "min"])
+    one = st.sampled_from(["neg", "abs", "float16", "bfloat16"])
+    comparison = st.builds(e.make, st.sampled_from(sorted(e.COMPARISONS)), children, children)
+    return st.one_of(
+        st.builds(e.make, two, children, children),
+        st.builds(e.make, one, children),
+        st.builds(e.where, comparison, children, children),
+    )
+
+
+def smooth(children: st.SearchStrategy[e.Expr]) -> st.SearchStrategy[e.Expr]:
+    """Operations that keep values tame and can be derived."""
+    squashed = st.sampled_from([e.tanh, e.logistic, lambda x: e.rsqrt(1.5 + x * x), lambda x: e.log(1.5 + x * x)])
+    two = st.sampled_from(["add", "sub", "mul"])
+    return st.one_of(
+        st.builds(lambda f, x: f(x), squashed, children),
+        st.builds(lambda op, x, y: e.make(op, e.tanh(x), y), two, children, children),
+        st.builds(lambda x, y, z: e.fma(e.logistic(x), y, z), children, children, children),
+        st.builds(lambda x, y: e.exp(e.logistic(x)) / (2.0 + e.logistic(y)), children, children),
+    )
+
+
+EXACT = st.recursive(LEAVES, exact, max_leaves=10)
+SMOOTH = st.recursive(LEAVES, smooth, max_leaves=6)
+
+
+def same(got: np.ndarray, want: np.ndarray) -> bool:
+    """Equal bits, any NaN being as good as another; a subnormal may have been flushed to a zero."""
+    small = (np.abs(want) < 2.0**-126) & (np.abs(got) < 2.0**-126)
+    bits = got.view(np.uint32) == want.view(np.uint32)
+    return bool(np.all(bits | small | (np.isnan(got) & np.isnan(want))))
+
+
+def on_device(vulkan: VulkanEngine, root: e.Expr, a: np.ndarray, b: np.ndarray, wide: bool = True) -> np.ndarray:
+    kernel = MapKernel("test_expr", ("a", "b"), ("y",), {"y": root})
+    x, y, out = vulkan.tensor(a), vulkan.tensor(b), vulkan.zeros((a.size,))
+    kernel.launch(vulkan.recorder, a.size, x, y, out, wide=wide)
+    return out.numpy()
+
+
+@WORK
+@given(root=EXACT, wide=st.booleans())
+def test_device_has_numpys_bits(vulkan: VulkanEngine, root: e.Expr, wide: bool) -> None:
+    """Exact operations on NaN, infinities, zeros of both signs: equal bits in both kernels."""
+    got, want = on_device(vulkan, root, *PAIRS, wide=wide), evaluate([root], a=PAIRS[0], b=PAIRS[1])[0]
+    assert same(got, want), glsl_statements({"y": root}, "float")
+
+
+@WORK
+@given(root=SMOOTH, wide=st.booleans())
+def test_device_is_close_to_numpy(vulkan: VulkanEngine, root: e.Expr, wide: bool) -> None:
+    """exp, log, rsqrt and division within Vulkan's precision table; every intermediate is below 10 or so."""
+    rng = np.random.default_rng(3)
+    a, b = rng.uniform(-2, 2, (2, 101)).astype(np.float32)
+    want = evaluate([root], a=a.astype(np.float64), b=b.astype(np.float64))[0]
+    nodes = len(e.topological(e.expanded([root])))
+    bound = 32 * nodes * 2.0**-24 * np.maximum(1, np.abs(want))
+    assert np.all(np.abs(on_device(vulkan, root, a, b, wide=wide) - want) <= bound)
+
+
+@WORK
+@given(root=SMOOTH)
+def test_derivative_is_the_finite_difference(root: e.Expr) -> None:
+    rng = np.random.default_rng(5)
+    a, b = rng.uniform(-2, 2, (2, 50))
+    step = 1e-5
+    high, low = (evaluate([root], a=a + sign * step, b=b)[0] for sign in (1, -1))
+    numeric = (high - low) / (2 * step)
+    analytic = evaluate([derivative(root, A)], a=a, b=b)[0]
+    assert np.all(np.abs(numeric - analytic) <= 1e-6 * (1 + np.abs(analytic)))
+
+
+@pytest.mark.parametrize(
+    ("root", "expected"),
+    [
+        (e.maximum(A, 1.0), [0, 1, 1]),
+        (e.minimum(A, 1.0), [1, 1, 0]),
+        (abs(A - 1.0), [-1, 1, 1]),
+        (A / (A + 1.0), [1 / 2.25, 1 / 4, 1 / 9]),
+        (e.where(A > 1.5, A * A * A, 2.0 * A), [2, 2, 12]),
+        (e.cast(A * A, "bfloat16"), [1, 2, 4]),
+        (e.cast(A > B, "float32"), [0, 0, 0]),
+        (-e.log(A), [-2, -1, -0.5]),
+        (B * B, [0, 0, 0]),
+    ],
+)
+def test_derivatives_at_points(root: e.Expr, expected: list[float]) -> None:
+    """Corners, quotients, casts, at 0.5, 1 and 2."""
+    got = evaluate([derivative(root, A)], a=np.array([0.5, 1, 2]), b=np.zeros(3))[0]
+    assert np.allclose(got, expected, rtol=1e-12, atol=0)
+
+
+def test_branch_not_taken_is_zero() -> None:
+    """x * logistic(clamped x) at infinity: the slope is 1 and 0, not NaN."""
+    slope = derivative(A * e.logistic(e.clamp(A, -200, 200)), A)
+    got = evaluate([slope], a=np.array([np.inf, -np.inf, 0, np.nan], np.float32))[0]
+    assert got[:3].tolist() == [1, 0, 0.5] and np.isnan(got[3])
+
+
+@WORK
+@given(root=EXACT)
+def test_simplify_keeps_the_bits(root: e.Expr) -> None:
+    """In float32 and in float64."""
+    for dtype in (np.float32, np.float64):
+        a, b = PAIRS.astype(dtype)
+        got, want = (evaluate([x], a=a, b=b)[0] for x in (simplify(root), root))
+        assert got.dtype == want.dtype == dtype
+        assert np.array_equal(got, want, equal_nan=True)
+        assert np.array_equal(np.signbit(got)[~np.isnan(got)], np.signbit(want)[~np.isnan(want)])
+
+
+def test_simplify_removes_exact_identities_only() -> None:
+    c = e.constant
+    for before, after in [
+        (A * 1.0, A), (1.0 * A, A), (A / 1.0, A), (A + c(-0.0), A), (A - 0.0, A), (-e.make("neg", A), A), (A * -1.0, -A),
+        (A + -B, A - B), (A - e.make("neg", B), A + B), (e.fma(A, 1.0, B), A + B), (e.fma(A, B, c(-0.0)), A * B),
+        (e.where(A < B, A, A), A), (c(2.0) * c(3.0) * A, c(6.0) * A), (abs(-A), abs(A)),
+    ]:  # fmt: skip
+        assert simplify(before) is after, before
+    for kept in (A + 0.0, A * 0.0, A - A, A / A, c(0.1) + c(0.2), c(0.1) * c(3.0), 0.0 - A, e.fma(A, B, 0.0)):
+        assert simplify(kept) is kept
+
+
+def test_fma_rounds_once() -> None:
+    """Products of 24 bits whose sum lies between two float32 numbers; compared with exact integers."""
+    rng = np.random.default_rng(1)
+    a, b = (rng.integers(2**23, 2**24, 4000) for _ in range(2))
+    c = rng.integers(-(2**24), 2**24, 4000) * 2**20
+    total = [int(x) * int(y) + int(z) for x, y, z in zip(a, b, c, strict=True)]
+
+    def rounded(n: int) -> float:
+        shift = max(0, abs(n).bit_length() - 24)
+        low, rest = abs(n) >> shift, abs(n) & ((1 << shift) - 1)
+        half = (1 << shift) >> 1
+        up = shift > 0 and (rest > half or (rest == half and low & 1))
+        return float((low + up) << shift) * (1 if n >= 0 else -1)
+
+    arrays: dict[str, Any] = {name: x.astype(np.float32) for name, x in (("a", a), ("b", b), ("c", c))}
+    got = evaluate([e.fma(*e.variables("a b c"))], **arrays)[0]
+    assert got.dtype == np.float32
+    assert got.tolist() == [rounded(n) for n in total]
+
+
+@pytest.mark.parametrize("function", [e.exp, e.log, e.rsqrt, e.tanh, e.logistic])
+def test_functions_at_the_ends(vulkan: VulkanEngine, function: Any) -> None:
+    """Infinities, NaN, 0 and the edges of overflow are as in NumPy."""
+    x = np.array([np.inf, -np.inf, np.nan, 0, 1, -1, 88.7, 88.8, -86.9, -104, 1e4, -1e4, 3e38, -3e38], np.float32)
+    got, want = on_device(vulkan, function(A), x, x), evaluate([function(A)], a=x)[0]
+    special = ~np.isfinite(want) | (np.abs(want) < 2.0**-126)
+    assert np.array_equal(got[special], np.where(np.abs(want) < 2.0**-126, 0, want)[special], equal_nan=True)
+    assert np.all(
+        np.abs(got[~special] - want[~special]) <= 200 * 2.0**-24 * np.maximum(np.abs(want[~special]), 2.0**-100)
+    )
+
+
+def test_text() -> None:
+    """Common parts have one name, the text depends on the expression alone, names do not collide, both kinds."""
+    t0 = e.variable("t0")
+    shared = e.exp(A) + t0
+    text = glsl_statements({"y": shared * shared}, "float")
+    assert text == "const float t1 = (exp_full(a) + t0);\ny = (t1 * t1);"
+    swap = glsl_statements({"a": B + 1.0, "b": A * B}, "vec4")
+    assert swap.index("(a * b)") < swap.index("a = t0") and "const vec4 t0 = (b + vec4(1.0));" in swap
+    plain_swap = glsl_statements({"a": B, "b": A}, "float").splitlines()
+    assert plain_swap == ["const float t0 = b;", "const float t1 = a;", "a = t0;", "b = t1;"]
+    both = glsl_function("f", e.tanh(A), ("a",))
+    assert [line.split("(")[0] for line in both.splitlines() if line.endswith("{")] == [f"{kind} f" for kind in KINDS]
+    assert both.count("exp_or_zero") == 2 and not re.search(r"\btanh\(", both)
+    assert glsl_statements({"y": A * e.constant(np.inf)}, "float") == "y = (a * uintBitsToFloat(0x7F800000u));"
+
+
+def test_two_outputs_in_place(vulkan: VulkanEngine) -> None:
+    """Each output is computed from the inputs as they were; a scalar of the kernel is a variable."""
+    kernel = MapKernel("swap", ("a", "b"), ("a", "b"), {"a": B * e.variable("factor"), "b": A}, scalars="float factor")
+    x, y = vulkan.tensor(np.arange(9.0)), vulkan.tensor(np.ones(9))
+    kernel.launch(vulkan.recorder, 9, x, y, 3.0)
+    assert x.numpy().tolist() == [3.0] * 9
+    assert y.numpy().tolist() == list(range(9))
+
+
+def test_misuse_is_refused() -> None:
+    with pytest.raises(TypeError, match="truth value"):
+        max(A, B)
+    with pytest.raises(ValueError, match="conditions go into where"):
+        (A < B) + 1.0  # type: ignore[operator]
+    with pytest.raises(ValueError, match="float16 or bfloat16"):
+        e.cast(A, "int8")
+    with pytest.raises(ValueError, match="no value for variable 'b'"):
+        evaluate([A + B], a=np.zeros(2))
+    with pytest.raises(ValueError, match="no parameter for b"):
+        glsl_function("f", A + B, ("a",))
+    with pytest.raises(ValueError, match="no variable"):
+        derivative(A, e.constant(1.0))
+    with pytest.raises(ValueError, match="cannot name"):
+        e.variable("a b")
