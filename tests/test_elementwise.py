@@ -210,3 +210,13 @@ def test_bad_input(cpu: CpuEngine) -> None:
         cpu.swiglu(a)
     with pytest.raises(ValueError, match="x is int32, needed is float32"):
         cpu.relu(cpu.tensor(np.zeros(3, np.int32)))
+
+
+def test_relu_keeps_the_sign_of_zero(vulkan: VulkanEngine, cpu: CpuEngine) -> None:
+    """relu(-0.0) is -0.0, as x is not below 0; its slope there is 0."""
+    x = np.array([-0.0, 0.0, -1.0, 1.0, np.nan], np.float32)
+    for engine in (vulkan, cpu):
+        got = engine.relu(engine.tensor(x)).numpy()
+        assert np.signbit(got[:4]).tolist() == [True, False, False, False] and np.isnan(got[4])
+        slope = engine.activation_backward(engine.tensor(np.ones(5)), engine.tensor(x), "relu").numpy()
+        assert slope[:4].tolist() == [0, 0, 0, 1]

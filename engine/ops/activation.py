@@ -40,7 +40,7 @@ def activation_of(x: Expr, kind: str, near: Expr | None = None) -> Expr:
     """
     near = x if near is None else near
     if kind == "relu":
-        return where(x <= 0.0, 0.0, x)
+        return where(x < 0.0, 0.0, x)  # -0.0 and NaN stay what they are
     if kind == "silu":
         return x * logistic(near)
     return x * logistic(near * fma(near * near, 2 * _GELU_SCALE * 0.044715, 2 * _GELU_SCALE))
@@ -51,6 +51,8 @@ def activation_slope(x: Expr, kind: str) -> Expr:
 
     It is taken of the form with x clamped: beyond, its second term is 0 and not infinity times 0.
     """
+    if kind == "relu":
+        return derivative(where(x <= 0.0, 0.0, x), x)
     return derivative(activation_of(x, kind, clamped(x, kind)), x)
 
 
