@@ -194,6 +194,13 @@ class ComputeEngine(OpVerbs, ABC):
     def reset_peak(self) -> None:
         """Start the peak statistics anew from what is live."""
 
+    def finish_step(self) -> int:
+        """To be called after each training step: keep the blocks it used, return other idle ones; bytes returned.
+
+        Waits for nothing. What is kept changes no value and no placement of a step that is like the last one.
+        """
+        return 0
+
     def release_idle_pool_blocks(self) -> int:
         """Return wholly idle blocks to the driver; bytes returned. Waits for nothing: safe inside a batch."""
         return 0

@@ -32,6 +32,7 @@ class PooledEngine(ComputeEngine):
         }
         self.host_pool = BlockPool(host_source, block_bytes=block_bytes, name=HOST)
         self._pool = self.pools[STEP]
+        self._retain_last_step = True
         self.guard_bytes = 0  # around every tensor; VKFOLD_DEBUG
         self.ledger: AllocationLedger | None = None  # hears of every op while one is attached
 
@@ -61,7 +62,8 @@ class PooledEngine(ComputeEngine):
             pool.free(range_)
 
     def _recover_memory(self) -> None:
-        self.release_idle_pool_blocks()
+        for pool in (*self.pools.values(), self.host_pool):
+            pool.release_idle_blocks(keep_retained=False)
 
     @abstractmethod
     def _address(self, range_: PoolRange) -> int:
@@ -142,9 +144,21 @@ class PooledEngine(ComputeEngine):
         for pool in (*self.pools.values(), self.host_pool):
             pool.reset_peak()
 
-    def set_retain_free_bytes(self, nbytes: int) -> None:
-        """Idle bytes of the step pool that `release_idle_pool_blocks` keeps, against thrash."""
-        self.pools[STEP].set_retain_free_bytes(nbytes)
+    def set_retain_free_bytes(self, nbytes: int | None) -> None:
+        """Idle bytes of the step pool that `release_idle_pool_blocks` keeps, against thrash.
+
+        None, the default: the bytes of the blocks that the last finished step used. Raises ValueError below 0.
+        """
+        self.pools[STEP].set_retain_free_bytes(nbytes or 0)
+        self._retain_last_step = nbytes is None
+
+    def finish_step(self) -> int:
+        """Keep the blocks that the step used (or as `set_retain_free_bytes` said), return other idle ones."""
+        for pool in (self.pools[STEP], self.host_pool):
+            used_bytes = pool.finish_step()
+            if self._retain_last_step:
+                pool.set_retain_free_bytes(used_bytes)
+        return self.release_idle_pool_blocks()
 
     def release_idle_pool_blocks(self) -> int:
         """Return wholly idle blocks to the driver, except the retained bytes. Returns the bytes given back."""

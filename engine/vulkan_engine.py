@@ -201,8 +201,7 @@ class VulkanEngine(PooledEngine):
     def _recover_memory(self) -> None:
         self.recorder.submit()
         self.recorder.wait()
-        for pool in self.pools.values():
-            pool.release_idle_blocks(keep_retained=False)
+        super()._recover_memory()
         self.recorder.wait()
 
     # -- life --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ class Block:
     node, so `take` walks down to the first page with a large enough hole and then along at most 128 holes; both `take`
     and `give` cost O(log pages). Two tables, hole by start and hole by end, join neighbours at once.
 
-    handle: what the source gave. sequence: rank in first-fit order. slot: the pool's place for it.
+    handle: what the source gave. sequence: rank in first-fit order. slot: the pool's place for it. touched: a range
+    came from it since the pool last finished a step. kept: the step that the pool last finished used it.
     """
 
     __slots__ = (
@@ -25,11 +26,13 @@ class Block:
         "_shift",
         "_sizes",
         "handle",
+        "kept",
         "live_bytes",
         "nbytes",
         "num_ranges",
         "sequence",
         "slot",
+        "touched",
         "tree",
     )
 
@@ -40,6 +43,7 @@ class Block:
         self.slot = slot
         self.live_bytes = 0
         self.num_ranges = 0
+        self.touched = self.kept = False
         self._shift = (alignment * PAGE_UNITS).bit_length() - 1
         num_pages = (nbytes - 1 >> self._shift) + 1
         self._leaves = 1 << (num_pages - 1).bit_length()

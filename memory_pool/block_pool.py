@@ -119,6 +119,7 @@ class BlockPool:
                     node += 1
             block = self._slots[node - leaves]
             range_ = PoolRange(block, block.take(size), size, nbytes)
+            block.touched = True
             if tree[node] != block.tree[1]:
                 self._set_leaf(node, block.tree[1])
             self.num_ranges += 1
@@ -245,17 +246,31 @@ class BlockPool:
             raise ValueError(f"retain_free_bytes {nbytes} is negative")
         self.retain_free_bytes = nbytes
 
+    def finish_step(self) -> int:
+        """A step is over: the blocks it used are what the next one will use. Returns their bytes.
+
+        A step's use is every block that a range came from since the last call, or that still has one. Retaining the
+        number returned, `release_idle_blocks` gives back all other blocks and steady steps never ask the source again.
+        """
+        used_bytes = 0
+        for block in self._slots:
+            block.kept = block.touched or block.num_ranges > 0
+            block.touched = False
+            if block.kept:
+                used_bytes += block.nbytes
+        return used_bytes
+
     def release_idle_blocks(self, *, keep_retained: bool = True) -> int:
         """Return blocks without any range to the source, latest first; returns the bytes given back.
 
         A block stays while the idle bytes left without it would be fewer than `retain_free_bytes`; with
-        `keep_retained=False` every idle block goes.
+        `keep_retained=False` every idle block goes. Blocks that the last finished step used go after all others.
         """
         idle = [block for block in self._slots if not block.num_ranges]
         keep = self.retain_free_bytes if keep_retained else 0
         left = sum(block.nbytes for block in idle)
         released = []
-        for block in reversed(idle):
+        for block in sorted(idle, key=lambda block: (block.kept, -block.slot)):
             if left - block.nbytes >= keep:
                 left -= block.nbytes
                 released.append(block)

@@ -323,6 +323,36 @@ def test_retained_blocks_stop_thrash() -> None:
     assert source.total_blocks == 4 and pool.generation == 0
 
 
+def test_finished_step_keeps_its_blocks() -> None:
+    """The blocks a step used stay, those of work between two steps go, and a smaller step gives back the rest."""
+    source = LimitedSource(2**40)
+    pool = BlockPool(source, block_bytes=MIB)
+
+    def use(*sizes: int) -> None:
+        for range_ in [pool.allocate(size) for size in sizes]:
+            pool.free(range_)
+
+    def finish() -> int:
+        used_bytes = pool.finish_step()
+        pool.set_retain_free_bytes(used_bytes)
+        pool.release_idle_blocks()
+        return used_bytes
+
+    for _ in range(3):
+        use(MIB, 3 * MIB, MIB)
+        assert finish() == 5 * MIB
+        assert [block.sequence for block in pool.blocks()] == [0, 1, 2] and pool.generation == 0
+    use(4 * MIB)  # between two steps, and none of the step's blocks is large enough
+    assert pool.release_idle_blocks() == 4 * MIB
+    assert [block.sequence for block in pool.blocks()] == [0, 1, 2]
+    use(3 * MIB)
+    assert finish() == 3 * MIB and [block.sequence for block in pool.blocks()] == [1]
+    held = pool.allocate(MIB)
+    pool.finish_step()
+    assert pool.finish_step() == 3 * MIB  # in use all the time, though nothing new came from it
+    pool.free(held)
+
+
 def test_wrong_use_is_refused() -> None:
     pool, other = BlockPool(NullBlockSource(), name="mine"), BlockPool(NullBlockSource())
     range_ = pool.allocate(100)

@@ -146,7 +146,7 @@ class TrainingRun:
                 f"step {self.step + 1}, {self.model.num_parameters:,} parameters on {self.engine.name}"
             )
             self.timeline = None
-        self.engine.release_idle_pool_blocks()
+        self.engine.finish_step()
         self.step += 1
         seconds = time.perf_counter() - started
         speed = numbers.size * config.seq_len / seconds
