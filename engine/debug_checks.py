@@ -11,7 +11,7 @@ import struct
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -117,11 +117,11 @@ class MemoryChecks:
         if self._watch_changes:
             self._before = self._snapshot()
 
-    def after_op(self, op: Op, inputs: Sequence[Tensor | None], made: Sequence[Tensor]) -> None:
+    def after_op(self, op: Op, inputs: Sequence[Tensor | None], made: Sequence[Tensor], settings: Any) -> None:
         """Raise VkfoldError when bytes changed that the op did not declare as written."""
         if not self._watch_changes:
             return
-        declared = [inputs[i] for i in op.writes if inputs[i] is not None] + list(made)
+        declared = [inputs[i] for i in op.written(len(inputs), **settings) if inputs[i] is not None] + list(made)
         after = self._snapshot()
         for key, old in self._before.items():
             changed = np.frombuffer(old, np.uint32) != np.frombuffer(after[key], np.uint32)

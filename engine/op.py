@@ -31,7 +31,8 @@ class Op:
     - `flops(*specs, **settings)`: floating-point operations.
     - `kernels()`: every kernel the launch can ask for, to be compiled ahead of time.
 
-    `writes` lists the positions of inputs that are changed in place. `scratch(*specs, **settings)` lists temporaries
+    `writes` lists the positions of inputs that are changed in place (`written(num_inputs, **settings)` where their
+    number varies). `scratch(*specs, **settings)` lists temporaries
     that live for the one call; launch receives them behind the outputs.
     """
 
@@ -52,10 +53,14 @@ class Op:
         """Kernels to compile ahead of time; none unless overridden."""
         return ()
 
+    def written(self, num_inputs: int, **settings: Any) -> Sequence[int]:
+        """Positions of the inputs that are changed in place: `writes`, unless they depend on the call."""
+        return self.writes
+
     def cost(self, *specs: TensorSpec | None, **settings: Any) -> Cost:
         """FLOPs, and bytes moved when every tensor is read and written once."""
         written = sum(spec.nbytes for spec in self.outputs(*specs, **settings))
-        written += sum(spec.nbytes for i in self.writes if (spec := specs[i]) is not None)
+        written += sum(spec.nbytes for i in self.written(len(specs), **settings) if (spec := specs[i]) is not None)
         read = sum(spec.nbytes for spec in specs if spec is not None)
         return Cost(self.flops(*specs, **settings), read, written)
 

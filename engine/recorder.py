@@ -161,6 +161,10 @@ class Recorder:
             commands.barrier()
             commands.fill(buffer.handle, offset, nbytes, word)
 
+    def write_tensor(self, tensor: Tensor, data: bytes) -> None:
+        """Record a copy of host bytes to the start of a tensor."""
+        self.write(*buffer_of(tensor), data)
+
     def copy(self, source: Tensor, target: Tensor, nbytes: int) -> None:
         """Record copying bytes from the start of one tensor to the start of another."""
         self.copy_buffer(*buffer_of(source), *buffer_of(target), nbytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from .ops import activation as activation_op
 from .ops import adafactor as adafactor_op
 from .ops import adamw as adamw_op
+from .ops import adamw_many as adamw_many_op
 from .ops import add as add_op
 from .ops import attention as attention_op
 from .ops import attention_qkv as attention_qkv_op
@@ -26,6 +27,7 @@ from .ops import rms_norm as rms_norm_op
 from .ops import rope as rope_op
 from .ops import scale as scale_op
 from .ops import sgd as sgd_op
+from .ops import sgd_many as sgd_many_op
 from .ops import softmax as softmax_op
 from .ops import sum as sum_op
 from .ops import swiglu as swiglu_op
@@ -39,6 +41,7 @@ class OpVerbs:
     activation_backward = activation_op.activation_backward
     adafactor_ = adafactor_op.adafactor_
     adamw_ = adamw_op.adamw_
+    adamw_many_ = adamw_many_op.adamw_many_
     add = add_op.add
     add_ = add_op.add_
     attention = attention_op.attention
@@ -72,6 +75,7 @@ class OpVerbs:
     rope_ = rope_op.rope_
     scale = scale_op.scale
     sgd_ = sgd_op.sgd_
+    sgd_many_ = sgd_many_op.sgd_many_
     silu = activation_op.silu
     softmax = softmax_op.softmax
     softmax_backward = softmax_op.softmax_backward

@@ -117,7 +117,7 @@ class VulkanEngine(PooledEngine):
             return
         self._checks.before_op()
         op.launch(recorder, inputs, made, **settings)
-        self._checks.after_op(op, inputs, made)
+        self._checks.after_op(op, inputs, made, settings)
 
     def execute(self, op: Op, inputs: tuple[Tensor | None, ...], **settings: Any) -> tuple[Tensor, ...]:
         """Allocate the outputs and record the op."""

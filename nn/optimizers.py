@@ -34,6 +34,11 @@ class NormReport(NamedTuple):
     state: Tensor
 
 
+def gradients_of(parameters: Mapping[str, Parameter]) -> list[Tensor]:
+    """Their gradients, in order."""
+    return [p.grad for p in parameters.values() if p.grad is not None]
+
+
 class Optimizer:
     """Base of the optimizers: one slot a parameter, in the model's order.
 
@@ -88,16 +93,19 @@ class Optimizer:
         ready = {name: p for name, p in self.parameters.items() if p.grad is not None}
         if not ready:
             raise ValueError("no parameter has a gradient: run backward first")
-        gradients = [p.grad for p in ready.values() if p.grad is not None]
-        sums, state = self.engine.gradient_norm(gradients, loss, max_norm=max_norm)
+        sums, state = self.engine.gradient_norm(gradients_of(ready), loss, max_norm=max_norm)
         self.num_updates += 1
-        for name, parameter in ready.items():
-            self.update(name, parameter, state)
+        self.update_all(ready, state)
         return NormReport(tuple(ready), sums, state)
 
     def update(self, name: str, parameter: Parameter, state: Tensor | None) -> None:
         """Record the update of one parameter."""
         raise NotImplementedError
+
+    def update_all(self, parameters: Mapping[str, Parameter], state: Tensor | None) -> None:
+        """Record the update of many parameters that have gradients: one by one, unless there is something better."""
+        for name, parameter in parameters.items():
+            self.update(name, parameter, state)
 
     def take_back(self) -> None:
         """Do not count the last step: its kernels found something that is not finite and changed nothing."""
@@ -183,6 +191,20 @@ class AdamW(Optimizer):
             weight_decay=self.decay_of(parameter),
         )
 
+    def update_all(self, parameters: Mapping[str, Parameter], state: Tensor | None) -> None:
+        """Record the update of all parameters as one op."""
+        self.engine.adamw_many_(
+            [p.data for p in parameters.values()],
+            gradients_of(parameters),
+            [self.moments[name][0] for name in parameters],
+            [self.moments[name][1] for name in parameters],
+            state,
+            weight_decays=[self.decay_of(p) for p in parameters.values()],
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+        )
+
 
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum (Sutskever et al. 2013), Nesterov's on request; decay is decoupled.
@@ -217,6 +239,18 @@ class SGD(Optimizer):
             state,
             momentum=self.momentum,
             weight_decay=self.decay_of(parameter),
+            nesterov=self.nesterov,
+        )
+
+    def update_all(self, parameters: Mapping[str, Parameter], state: Tensor | None) -> None:
+        """Record the update of all parameters as one op."""
+        self.engine.sgd_many_(
+            [p.data for p in parameters.values()],
+            gradients_of(parameters),
+            [self.moments[name][0] for name in parameters],
+            state,
+            weight_decays=[self.decay_of(p) for p in parameters.values()],
+            momentum=self.momentum,
             nesterov=self.nesterov,
         )
 

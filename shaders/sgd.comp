@@ -1,6 +1,6 @@
-// One SGD update, four elements an invocation; MOMENTUM says whether there is a momentum buffer. As in adamw.comp the
-// parameter is rounded once.
+// SGD on one tensor, four elements an invocation.
 #include "rows.glsl"
+#include "sgd.glsl"
 
 void main() {
     const uint i = linear_index(), n = args.n;
@@ -11,14 +11,13 @@ void main() {
         clip = args.state.v[0];
     }
     const uint c = 4 * i;
-    const vec4 g = load4(args.g, 0, c, n) * clip;
-    const vec4 p = load4(args.p, 0, c, n);
-    vec4 direction = g;
+    vec4 p = load4(args.p, 0, c, n), b = vec4(0.0);
 #if MOMENTUM
-    const vec4 b = fma(vec4(args.momentum), load4(args.b, 0, c, n), g);
-    direction = args.nesterov != 0 ? fma(vec4(args.momentum), b, g) : b;
+    b = load4(args.b, 0, c, n);
+#endif
+    sgd(load4(args.g, 0, c, n) * clip, b, p, args.weight_decay);
+#if MOMENTUM
     store4(args.b, 0, c, n, b);
 #endif
-    const float rate = args.step.learning_rate;
-    store4(args.p, 0, c, n, p - fma(vec4(rate * args.weight_decay), p, rate * direction));
+    store4(args.p, 0, c, n, p);
 }

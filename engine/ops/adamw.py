@@ -35,6 +35,14 @@ def check_update(op: str, p: TensorSpec, state: TensorSpec | None, **others: Ten
         check_spec(op, "state", state, (4,))
 
 
+def check_adamw_settings(op: str, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
+    """Raises ValueError for settings out of range."""
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"{op}: betas are {beta1} and {beta2}, each must be at least 0 and below 1")
+    if not (eps >= 0 and weight_decay >= 0):
+        raise ValueError(f"{op}: eps {eps} and weight_decay {weight_decay} must not be negative")
+
+
 def clipped(g: Any, state: Any) -> Any | None:
     """The gradient times the clip factor; None when the state forbids the update."""
     if state is None:
@@ -63,10 +71,7 @@ class AdamWOp(Op):
         weight_decay: float,
     ) -> Sequence[TensorSpec]:
         check_update(self.name, p, state, g=g, m=m, v=v)
-        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-            raise ValueError(f"{self.name}: betas are {beta1} and {beta2}, each must be at least 0 and below 1")
-        if not (eps >= 0 and weight_decay >= 0):
-            raise ValueError(f"{self.name}: eps {eps} and weight_decay {weight_decay} must not be negative")
+        check_adamw_settings(self.name, beta1, beta2, eps, weight_decay)
         return ()
 
     def flops(self, p: TensorSpec, *others: TensorSpec | None, **settings: Any) -> int:

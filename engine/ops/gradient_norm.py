@@ -12,25 +12,38 @@ from ..kernel import Kernel
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
 from .row_kernels import ROW_SUBGROUPS, RowKernels, check_dtype_of, check_spec, row_groups
+from .tensor_table import SQUARES_WORDS, check_count, squares_table, table_spec, write_table
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
 
 NORM_EPS = 1e-6  # keeps the clip factor finite for a norm of 0
-MAX_TENSORS = 65_535  # lavapipe 22.3 ends loops after so many rounds
 _MIN_CHUNK = 8192  # elements
 _MAX_PARTS = 8192
 
 SQUARES = RowKernels(
     "square_sums", "square_sums.comp", "in row x, out f32 y, uint n, uint parts, uint chunk", subgroups=ROW_SUBGROUPS
 )
+SQUARES_MANY = Kernel(
+    "square_sums_many",
+    "square_sums_many.comp",
+    "in u32x4 table, out f32 y, uint num_tensors, uint num_parts",
+    subgroups=ROW_SUBGROUPS,
+)
+ONE_SUM = Kernel(
+    "gradient_sum",
+    "gradient_sums.comp",
+    "in f32 partials, out f32 sums, uint parts",
+    subgroups=1,
+    defines={"TABLE": 0},
+)
 TENSOR_SUMS = Kernel(
     "gradient_sums",
     "gradient_sums.comp",
-    "in f32 partials, out f32 sums, uint num_tensors, uint parts",
+    "in u32x4 table, in f32 partials, out f32 sums, uint num_tensors",
     subgroups=ROW_SUBGROUPS,
-    defines={"VEC4": 0},
+    defines={"TABLE": 1},
 )
 STATE = Kernel(
     "gradient_state",
@@ -52,8 +65,7 @@ class GradientNormOp(Op):
     name = "gradient_norm"
 
     def outputs(self, loss: TensorSpec | None, *grads: TensorSpec, max_norm: float) -> Sequence[TensorSpec]:
-        if not 0 < len(grads) <= MAX_TENSORS:
-            raise ValueError(f"{self.name}: {len(grads)} gradients were given, needed are 1 to {MAX_TENSORS}")
+        check_count(self.name, "gradients", len(grads))
         if not max_norm >= 0:
             raise ValueError(f"{self.name}: max_norm is {max_norm}, it must be 0 (no clipping) or positive")
         for i, grad in enumerate(grads):
@@ -63,8 +75,11 @@ class GradientNormOp(Op):
         return TensorSpec((len(grads),)), TensorSpec((4,))
 
     def scratch(self, *specs: TensorSpec | None, **settings: Any) -> Sequence[TensorSpec]:
-        parts = _most_parts([spec.size for spec in specs[1:] if spec is not None])
-        return (TensorSpec((len(specs) - 1, parts)),) if parts > 1 else ()
+        parts = [square_parts(spec.size)[0] for spec in specs[1:] if spec is not None]
+        made = [] if len(parts) == 1 else [table_spec(len(parts), SQUARES_WORDS)]
+        if max(parts) > 1:
+            made.append(TensorSpec((sum(parts),)))
+        return made
 
     def flops(self, loss: TensorSpec | None, *grads: TensorSpec, max_norm: float) -> int:
         return 2 * sum(grad.size for grad in grads)
@@ -83,32 +98,33 @@ class GradientNormOp(Op):
         loss, *given = inputs
         grads = [grad for grad in given if grad is not None]
         sums, state = outputs[:2]
-        stride = _most_parts([grad.size for grad in grads])
-        partials = outputs[2] if stride > 1 else sums
-        if any(square_parts(grad.size)[0] < stride for grad in grads):
-            gpu.fill_zero(partials)
-        # The recorder splits by the whole op's work; each dispatch here does only its tensor's share of it.
-        work, total = gpu.op_work, max(1, sum(grad.size for grad in grads))
-        for i, grad in enumerate(grads):
-            gpu.op_work = work * grad.size / total
-            parts, chunk = square_parts(grad.size)
-            kernel = SQUARES.pick(grad.size, grad)
-            target = (partials, 4 * i * stride)
-            gpu.dispatch(kernel, row_groups(gpu, kernel, parts), grad, target, grad.size, parts, chunk)
-        gpu.op_work = 0.0
-        if stride > 1:
-            groups = row_groups(gpu, TENSOR_SUMS, len(grads))
-            gpu.dispatch(TENSOR_SUMS, groups, partials, sums, len(grads), stride)
+        parts = [square_parts(grad.size) for grad in grads]
+        num_parts = sum(count for count, _ in parts)
+        partials = outputs[-1] if num_parts > len(grads) else sums
+        # The recorder splits by the op's work: it is all in the first stage.
+        work = gpu.op_work
+        if len(grads) == 1:
+            kernel = SQUARES.pick(grads[0].size, grads[0])
+            groups = row_groups(gpu, kernel, num_parts)
+            gpu.dispatch(kernel, groups, grads[0], partials, grads[0].size, *parts[0])
+            gpu.op_work = 0.0
+            if num_parts > 1:
+                gpu.dispatch(ONE_SUM, 1, partials, sums, num_parts)
+        else:
+            table = outputs[2]
+            write_table(gpu, table, squares_table(grads, parts))
+            groups = row_groups(gpu, SQUARES_MANY, num_parts)
+            gpu.dispatch(SQUARES_MANY, groups, table, partials, len(grads), num_parts)
+            gpu.op_work = 0.0
+            if partials is not sums:
+                groups = row_groups(gpu, TENSOR_SUMS, len(grads))
+                gpu.dispatch(TENSOR_SUMS, groups, table, partials, sums, len(grads))
         has_loss = loss is not None
         gpu.dispatch(STATE, 1, sums, loss if has_loss else sums, state, len(grads), int(has_loss), max_norm, NORM_EPS)
         gpu.op_work = work
 
     def kernels(self) -> Iterable[Kernel]:
-        return (*SQUARES.both(), TENSOR_SUMS, STATE)
-
-
-def _most_parts(sizes: Sequence[int]) -> int:
-    return max((square_parts(size)[0] for size in sizes), default=1)
+        return (*SQUARES.both(), SQUARES_MANY, ONE_SUM, TENSOR_SUMS, STATE)
 
 
 GRADIENT_NORM = register(GradientNormOp())

@@ -31,6 +31,16 @@ WITH_MOMENTUM = RowKernels(
 )
 
 
+def check_sgd_settings(op: str, has_buffer: bool, momentum: float, weight_decay: float, nesterov: bool) -> None:
+    """Raises ValueError for settings out of range."""
+    if not 0 <= momentum < 1:
+        raise ValueError(f"{op}: momentum is {momentum}, it must be at least 0 and below 1")
+    if not has_buffer and (momentum or nesterov):
+        raise ValueError(f"{op}: momentum {momentum}, nesterov {nesterov} need a momentum_buffer")
+    if not weight_decay >= 0:
+        raise ValueError(f"{op}: weight_decay is {weight_decay}, it must not be negative")
+
+
 class SgdOp(Op):
     """p and the momentum buffer change in place."""
 
@@ -50,12 +60,7 @@ class SgdOp(Op):
         nesterov: bool,
     ) -> Sequence[TensorSpec]:
         check_update(self.name, p, state, g=g, momentum_buffer=momentum_buffer)
-        if not 0 <= momentum < 1:
-            raise ValueError(f"{self.name}: momentum is {momentum}, it must be at least 0 and below 1")
-        if momentum_buffer is None and (momentum or nesterov):
-            raise ValueError(f"{self.name}: momentum {momentum}, nesterov {nesterov} need a momentum_buffer")
-        if not weight_decay >= 0:
-            raise ValueError(f"{self.name}: weight_decay is {weight_decay}, it must not be negative")
+        check_sgd_settings(self.name, momentum_buffer is not None, momentum, weight_decay, nesterov)
         return ()
 
     def flops(self, p: TensorSpec, *others: TensorSpec | None, **settings: Any) -> int:

@@ -1,0 +1,123 @@
+"""One AdamW update of many parameters, in place, in one dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..kernel import Kernel
+from ..op import Op, register
+from ..step_parameters import StepParameters
+from ..tensor import Tensor, TensorSpec
+from .adamw import ADAMW, check_adamw_settings, check_update
+from .row_kernels import FLAT_SIZE
+from .tensor_table import CHUNK, UPDATE_WORDS, by_parameter, check_lists, table_spec, update_table, write_table
+
+if TYPE_CHECKING:
+    from ..compute_engine import ComputeEngine
+    from ..recorder import Recorder
+
+KERNEL = Kernel(
+    "adamw_many",
+    "update_many.comp",
+    "in u32x4 table, in f32 state, step, uint num_tensors, uint has_state, float beta1, float one_minus_beta1, "
+    "float beta2, float one_minus_beta2, float eps",
+    local_size=FLAT_SIZE,
+    defines={"ADAMW": 1, "CHUNK": CHUNK},
+)
+
+
+class AdamWManyOp(Op):
+    """Inputs: the state (or None), then p, g, m, v of each parameter; all p, m and v change in place."""
+
+    name = "adamw_many_"
+    takes_step = True
+
+    def written(self, num_inputs: int, **settings: Any) -> Sequence[int]:
+        """p, m and v of each."""
+        return [i for i in range(1, num_inputs) if i % 4 != 2]
+
+    def outputs(
+        self,
+        state: TensorSpec | None,
+        *specs: TensorSpec,
+        weight_decays: tuple[float, ...],
+        beta1: float,
+        beta2: float,
+        eps: float,
+    ) -> Sequence[TensorSpec]:
+        for p, g, m, v in by_parameter(specs, 4):
+            check_update(self.name, p, state, g=g, m=m, v=v)
+        for weight_decay in weight_decays:
+            check_adamw_settings(self.name, beta1, beta2, eps, weight_decay)
+        return ()
+
+    def scratch(self, *specs: TensorSpec | None, **settings: Any) -> Sequence[TensorSpec]:
+        return (table_spec((len(specs) - 1) // 4, UPDATE_WORDS),)
+
+    def flops(self, state: TensorSpec | None, *specs: TensorSpec, **settings: Any) -> int:
+        return sum(ADAMW.flops(p) for p in specs[::4])
+
+    def reference(
+        self,
+        state: Any,
+        *arrays: Any,
+        weight_decays: tuple[float, ...],
+        beta1: float,
+        beta2: float,
+        eps: float,
+        step: StepParameters,
+    ) -> Sequence[Any]:
+        for (p, g, m, v), decay in zip(by_parameter(arrays, 4), weight_decays, strict=True):
+            ADAMW.reference(p, g, m, v, state, beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay, step=step)
+        return ()
+
+    def launch(
+        self,
+        gpu: Recorder,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        *,
+        weight_decays: tuple[float, ...],
+        beta1: float,
+        beta2: float,
+        eps: float,
+    ) -> None:
+        state, *tensors = inputs
+        (table,) = outputs
+        rows, groups = update_table(by_parameter(tensors, 4), weight_decays)
+        write_table(gpu, table, rows)
+        has_state = state is not None
+        count = len(rows) // (UPDATE_WORDS // 2)
+        betas = (beta1, 1.0 - beta1, beta2, 1.0 - beta2)
+        gpu.dispatch(KERNEL, groups, table, state if has_state else table, count, int(has_state), *betas, eps)
+
+    def kernels(self) -> Iterable[Kernel]:
+        return (KERNEL,)
+
+
+ADAMW_MANY = register(AdamWManyOp())
+
+
+def adamw_many_(
+    engine: ComputeEngine,
+    p: Sequence[Tensor],
+    g: Sequence[Tensor],
+    m: Sequence[Tensor],
+    v: Sequence[Tensor],
+    state: Tensor | None = None,
+    *,
+    weight_decays: Sequence[float],
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+) -> None:
+    """`adamw_` on each (p, g, m, v), with one weight decay a parameter, in one dispatch; the same bits.
+
+    Shapes may differ from parameter to parameter; within one, all four are float32 of one shape.
+
+    Raises ValueError for lists of different lengths, no or more than 65,535 parameters, and what `adamw_` refuses.
+    """
+    check_lists(ADAMW_MANY.name, p=p, g=g, m=m, v=v, weight_decays=weight_decays)
+    inputs = [tensor for group in zip(p, g, m, v, strict=True) for tensor in group]
+    engine.execute(ADAMW_MANY, (state, *inputs), weight_decays=tuple(weight_decays), beta1=beta1, beta2=beta2, eps=eps)

@@ -1,0 +1,28 @@
+// square_sums.comp over many tensors: each subgroup sums the squares of one part of the tensor that the table names.
+#define TABLE_FIRST(i) args.table.v[2 * (i) + 1].x
+#include "tensor_table.glsl"
+
+float at(F32 x, uint i, uint end) { return i < end ? x.v[i] : 0.0; }
+
+void main() {
+    const uint part = group_index() * gl_NumSubgroups + gl_SubgroupID;
+    if (part >= args.num_parts) return;
+    const uint row = table_row(part);
+    const uvec4 tensor = args.table.v[2 * row], parts = args.table.v[2 * row + 1];
+    const uint begin = (part - parts.x) * parts.z, end = min(tensor.z, begin + parts.z);
+    const uint stride = 4 * gl_SubgroupSize, wide_end = min(end, tensor.w);
+    uint base = begin;
+    vec4 sums = vec4(0.0);
+    for (; base + stride <= wide_end; base += stride) {
+        const vec4 x = F32x4(tensor.xy).v[(base >> 2) + gl_SubgroupInvocationID];
+        sums = fma(x, x, sums);
+    }
+    F32 source = F32(tensor.xy);
+    for (; base < end; base += stride) {
+        const uint i = base + 4 * gl_SubgroupInvocationID;
+        const vec4 x = vec4(at(source, i, end), at(source, i + 1, end), at(source, i + 2, end), at(source, i + 3, end));
+        sums = fma(x, x, sums);
+    }
+    const float total = subgroupAdd((sums.x + sums.y) + (sums.z + sums.w));
+    if (subgroupElect()) args.y.v[part] = total;
+}

@@ -1,0 +1,62 @@
+// AdamW or SGD on many tensors: a workgroup takes CHUNK elements of the tensor that the table names, in 16-byte steps as
+// far as the tensor allows, one by one behind that. Element by element the arithmetic is that of the one-tensor kernels.
+#define TABLE_FIRST(i) args.table.v[3 * (i) + 2].y
+#include "tensor_table.glsl"
+#if ADAMW
+#include "adamw.glsl"
+#else
+#include "sgd.glsl"
+#endif
+
+void main() {
+    float clip = 1.0;
+    if (args.has_state != 0) {
+        if (args.state.v[1] == 0.0) return;
+        clip = args.state.v[0];
+    }
+    const uint group = group_index(), row = table_row(group);
+    const uvec4 first_two = args.table.v[3 * row], last_two = args.table.v[3 * row + 1], sizes = args.table.v[3 * row + 2];
+    const float weight_decay = uintBitsToFloat(sizes.z);
+    const uint begin = (group - sizes.y) * CHUNK, end = min(sizes.x, begin + CHUNK), wide_end = min(end, sizes.w);
+    for (uint c = begin + 4 * gl_LocalInvocationID.x; c < wide_end; c += 4 * gl_WorkGroupSize.x) {
+        const uint i = c >> 2;
+        vec4 p = F32x4(first_two.xy).v[i];
+        const vec4 g = F32x4(first_two.zw).v[i] * clip;
+#if ADAMW
+        vec4 m = F32x4(last_two.xy).v[i], v = F32x4(last_two.zw).v[i];
+        adamw(g, m, v, p, weight_decay);
+        F32x4(last_two.xy).v[i] = m;
+        F32x4(last_two.zw).v[i] = v;
+#else
+        vec4 b = vec4(0.0);
+#if MOMENTUM
+        b = F32x4(last_two.xy).v[i];
+#endif
+        sgd(g, b, p, weight_decay);
+#if MOMENTUM
+        F32x4(last_two.xy).v[i] = b;
+#endif
+#endif
+        F32x4(first_two.xy).v[i] = p;
+    }
+    for (uint i = max(begin, wide_end) + gl_LocalInvocationID.x; i < end; i += gl_WorkGroupSize.x) {
+        vec4 p = vec4(F32(first_two.xy).v[i]);
+        const vec4 g = vec4(F32(first_two.zw).v[i]) * clip;
+#if ADAMW
+        vec4 m = vec4(F32(last_two.xy).v[i]), v = vec4(F32(last_two.zw).v[i]);
+        adamw(g, m, v, p, weight_decay);
+        F32(last_two.xy).v[i] = m.x;
+        F32(last_two.zw).v[i] = v.x;
+#else
+        vec4 b = vec4(0.0);
+#if MOMENTUM
+        b = vec4(F32(last_two.xy).v[i]);
+#endif
+        sgd(g, b, p, weight_decay);
+#if MOMENTUM
+        F32(last_two.xy).v[i] = b.x;
+#endif
+#endif
+        F32(first_two.xy).v[i] = p.x;
+    }
+}
