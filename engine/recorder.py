@@ -7,6 +7,7 @@ watchdog (about 2 s): by workgroup, never along a reduction.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .errors import VkfoldError
@@ -59,6 +60,8 @@ class Recorder:
         self.step_address = 0
         self.op_work = 0.0  # of the op being launched; set by the engine
         self.num_submits = 0
+        # Called before anything but an op's own commands is recorded: ops may be held back (fusion.py).
+        self.before_recording: Callable[[], None] = lambda: None
 
     # -- recording ---------------------------------------------------------------------------------------------------
     def _open(self) -> Batch:
@@ -156,6 +159,7 @@ class Recorder:
 
     def fill_buffer(self, buffer: Buffer, offset: int, nbytes: int, word: int) -> None:
         """Record filling a range of a buffer, both ends multiples of 4, with a 32-bit word."""
+        self.before_recording()
         if nbytes:
             commands = (self._current or self._open()).commands
             commands.barrier()
@@ -171,6 +175,7 @@ class Recorder:
 
     def copy_buffer(self, source: Buffer, source_offset: int, target: Buffer, target_offset: int, nbytes: int) -> None:
         """Record copying bytes from one buffer to another."""
+        self.before_recording()
         if nbytes:
             commands = (self._current or self._open()).commands
             commands.barrier()
@@ -179,6 +184,7 @@ class Recorder:
     # -- host data ---------------------------------------------------------------------------------------------------
     def write(self, buffer: Buffer, offset: int, data: Any) -> None:
         """Record a copy of host bytes into a buffer. The bytes are staged at once and may change afterwards."""
+        self.before_recording()
         view = memoryview(data).cast("B")
         position = 0
         while position < len(view):
@@ -205,6 +211,7 @@ class Recorder:
 
     def read(self, buffer: Buffer, offset: int, nbytes: int) -> bytearray:
         """The bytes of a buffer after everything recorded so far. Submits and waits."""
+        self.before_recording()
         result = bytearray(nbytes)
         if nbytes == 0:
             return result
@@ -226,6 +233,7 @@ class Recorder:
     # -- submits -----------------------------------------------------------------------------------------------------
     def submit(self) -> None:
         """Close the open batch with a barrier to the host and hand it to the queue; does not wait."""
+        self.before_recording()
         batch = self._current
         if batch is None:
             return
@@ -261,6 +269,7 @@ class Recorder:
 
     def retire(self, buffer: Buffer) -> None:
         """Destroy a buffer once nothing recorded or submitted so far can still use it."""
+        self.before_recording()
         if self._current is not None:
             self._current.retired.append(buffer)
         elif self._in_flight:
@@ -269,9 +278,8 @@ class Recorder:
             self.device.destroy_buffer(buffer)
 
     def close(self) -> None:
-        """Drop what is recorded and not submitted, wait for the rest, destroy everything."""
-        if self._current is not None:
-            self.submit()
+        """Submit what is recorded, wait for everything, destroy everything."""
+        self.submit()
         self.wait()
         for batch in self._spare:
             batch.commands.destroy()

@@ -75,6 +75,7 @@ SWITCHES: dict[str, Switch] = {
             "3: also a check that each op changed only what it declared",
         ),
         Switch("VKFOLD_CACHE_DIR", "folder", None, _folder, "compiled kernels, pipelines and tuning results"),
+        Switch("VKFOLD_FUSION", "0 or 1", True, _on_off, "0: launch every op by itself; the bits are the same"),
         Switch("VKFOLD_VARIANT", "text", None, _text, "force kernel variants: op=variant, several with commas"),
         Switch(
             "VKFOLD_CHECK_RECOMPUTE",

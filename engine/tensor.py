@@ -37,13 +37,14 @@ class Storage:
     address of the first byte (0 where there is none).
     """
 
-    __slots__ = ("__weakref__", "_give_back", "address", "handle", "nbytes", "tag")
+    __slots__ = ("__weakref__", "_give_back", "address", "handle", "nbytes", "tag", "twin")
 
     def __init__(self, handle: Any, nbytes: int, address: int, give_back: Any) -> None:
         self.handle = handle
         self.nbytes = nbytes
         self.address = address
         self.tag = ""
+        self.twin: Storage | None = None  # the same bytes without owning them; see fusion.py
         self._give_back = give_back
 
     def __del__(self) -> None:

@@ -10,6 +10,7 @@ from .ops import adafactor as adafactor_op
 from .ops import adamw as adamw_op
 from .ops import adamw_many as adamw_many_op
 from .ops import add as add_op
+from .ops import add_bias as add_bias_op
 from .ops import attention as attention_op
 from .ops import attention_qkv as attention_qkv_op
 from .ops import cast as cast_op
@@ -44,6 +45,7 @@ class OpVerbs:
     adamw_many_ = adamw_many_op.adamw_many_
     add = add_op.add
     add_ = add_op.add_
+    add_bias_ = add_bias_op.add_bias_
     attention = attention_op.attention
     attention_backward = attention_op.attention_backward
     attention_qkv = attention_qkv_op.attention_qkv

@@ -14,9 +14,11 @@ from .debug_checks import GUARD_BYTES, MemoryChecks
 from .device_choice import choose_device
 from .dtypes import numpy_dtype
 from .errors import OutOfDeviceMemoryError
+from .fusion import Call, Fusion
+from .fusion_rules import RULES
 from .host_memory import available_bytes
 from .kernel import Kernel
-from .op import Op
+from .op import Cost, Op
 from .pooled_engine import PooledEngine
 from .recorder import Recorder, buffer_of
 from .step_parameters import StepParameters
@@ -80,6 +82,7 @@ class VulkanEngine(PooledEngine):
     ) -> None:
         self.closed = True  # until everything below has worked
         self._checks: MemoryChecks | None = None
+        self.fusion: Fusion | None = None  # None: every op is launched when it is called
         self.debug = switches.get("VKFOLD_DEBUG")
         wanted = device if device is not None else switches.get("VKFOLD_DEVICE")
         self.instance = Instance(validation=self.debug >= 1)
@@ -102,6 +105,10 @@ class VulkanEngine(PooledEngine):
         self.recorder.step_address = self._step_buffer.address
         self.set_step_parameters(StepParameters())
         self._checks = MemoryChecks(self, self.debug) if self.debug >= 2 else None
+        # Memory checks look at memory after every op as it was called.
+        if self._checks is None and switches.get("VKFOLD_FUSION"):
+            self.fusion = Fusion(self._launch_call, RULES)
+            self.recorder.before_recording = self.fusion.drain
         self.guard_bytes = GUARD_BYTES if self._checks else 0
 
     # -- ops ---------------------------------------------------------------------------------------------------------
@@ -109,8 +116,15 @@ class VulkanEngine(PooledEngine):
         return range_.block.handle.address + range_.offset
 
     def _launch(self, op: Op, rule: Rule, inputs: Sequence[Tensor | None], made: list[Tensor], settings: Any) -> None:
+        if self.fusion is not None:
+            self.fusion.add(Call(op, rule.cost, inputs, made, len(rule.outputs), settings))
+            return
+        self._launch_now(op, rule.cost, inputs, made, settings)
+
+    def _launch_now(
+        self, op: Op, cost: Cost, inputs: Sequence[Tensor | None], made: list[Tensor], settings: Any
+    ) -> None:
         recorder = self.recorder
-        cost = rule.cost
         recorder.op_work = cost.flops + 4.0 * (cost.bytes_read + cost.bytes_written)
         if self._checks is None:
             op.launch(recorder, inputs, made, **settings)
@@ -118,6 +132,9 @@ class VulkanEngine(PooledEngine):
         self._checks.before_op()
         op.launch(recorder, inputs, made, **settings)
         self._checks.after_op(op, inputs, made, settings)
+
+    def _launch_call(self, call: Call) -> None:
+        self._launch_now(call.op, call.cost, call.inputs, call.made, call.settings)
 
     def execute(self, op: Op, inputs: tuple[Tensor | None, ...], **settings: Any) -> tuple[Tensor, ...]:
         """Allocate the outputs and record the op."""
@@ -147,6 +164,7 @@ class VulkanEngine(PooledEngine):
         for arg in args:
             if isinstance(arg, Tensor) and arg.engine is not self:
                 raise ValueError(f"kernel {kernel.name!r}: a tensor lives on {arg.engine.name}, not on {self.name}")
+        self.recorder.before_recording()
         self.recorder.op_work = 0.0
         self.recorder.dispatch(kernel, num_groups, *args)
 

@@ -47,12 +47,11 @@ class Linear(Layer):
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"Linear({self.in_features}, {self.out_features}) got x of shape {x.shape}")
         rows = x.reshape(-1, self.in_features)
-        y = self.engine.matmul(
-            rows,
-            self.weight.data,
-            bias=None if self.bias is None else self.bias.data,
-            residual=None if residual is None else residual.reshape(-1, self.out_features),
-        )
+        y = self.engine.matmul(rows, self.weight.data)
+        if self.bias is not None:
+            self.engine.add_bias_(y, self.bias.data)
+        if residual is not None:
+            self.engine.add_(y, residual.reshape(-1, self.out_features))
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> None:

@@ -1,4 +1,5 @@
 // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight and xhat = (x - mean) * rstd.
+// accumulate: what dx holds + that.
 #include "rows.glsl"
 
 void main() {
@@ -20,6 +21,8 @@ void main() {
         uint c = base + first;
         vec4 g = load4(args.dy, start, c, cols) * load4(args.weight, 0, c, cols);
         vec4 xhat = (load4(args.x, start, c, cols) - mean) * rstd;
-        store4(args.dx, start, c, cols, rstd * ((g - mean_g) - xhat * mean_dot));
+        vec4 dx = rstd * ((g - mean_g) - xhat * mean_dot);
+        if (args.accumulate != 0u) dx = load4(args.dx, start, c, cols) + dx;
+        store4(args.dx, start, c, cols, dx);
     }
 }

@@ -34,7 +34,7 @@ APPLY = RowKernels(
 BACKWARD = RowKernels(
     "layer_norm_backward",
     "layer_norm_backward.comp",
-    "in row dy, in row x, in row weight, in f32 mean, in f32 rstd, out row dx, uint rows, uint cols",
+    "in row dy, in row x, in row weight, in f32 mean, in f32 rstd, inout row dx, uint rows, uint cols, uint accumulate",
     subgroups=ROW_SUBGROUPS,
 )
 WEIGHT_BACKWARD = ColumnPartials(
@@ -110,30 +110,45 @@ class LayerNormApplyOp(Op):
 
 
 class LayerNormBackwardOp(Op):
-    """Gradient of x."""
+    """Gradient of x, added to `into` where that is given."""
 
     name = "layer_norm_backward"
+    writes = (5,)
 
     def outputs(
-        self, dy: TensorSpec, x: TensorSpec, weight: TensorSpec, mean: TensorSpec, rstd: TensorSpec
+        self,
+        dy: TensorSpec,
+        x: TensorSpec,
+        weight: TensorSpec,
+        mean: TensorSpec,
+        rstd: TensorSpec,
+        into: TensorSpec | None,
     ) -> Sequence[TensorSpec]:
         _check(self.name, x, dy=dy, weight=weight, mean=mean, rstd=rstd)
+        if into is not None:
+            check_spec(self.name, "into", into, x.shape)
+            return ()
         return (x,)
 
-    def flops(self, dy: TensorSpec, *others: TensorSpec) -> int:
+    def flops(self, dy: TensorSpec, *others: TensorSpec | None) -> int:
         return 13 * dy.size
 
-    def reference(self, dy: Any, x: Any, weight: Any, mean: Any, rstd: Any) -> Sequence[Any]:
+    def reference(self, dy: Any, x: Any, weight: Any, mean: Any, rstd: Any, into: Any) -> Sequence[Any]:
         scale = rstd[..., None]
         g, xhat = dy * weight, (x - mean[..., None]) * scale
         inner = g - g.mean(axis=-1, keepdims=True) - xhat * (g * xhat).mean(axis=-1, keepdims=True)
-        return (scale * inner,)
+        if into is None:
+            return (scale * inner,)
+        into += scale * inner
+        return ()
 
     def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        (dy, x, weight, mean, rstd), (dx,) = inputs, outputs
+        dy, x, weight, mean, rstd, into = inputs
+        dx = into if into is not None else outputs[0]
         rows, cols = mean.size, x.shape[-1]
         kernel = BACKWARD.pick(cols, dy, x, weight, dx)
-        gpu.dispatch(kernel, row_groups(gpu, kernel, rows), dy, x, weight, mean, rstd, dx, rows, cols)
+        groups = row_groups(gpu, kernel, rows)
+        gpu.dispatch(kernel, groups, dy, x, weight, mean, rstd, dx, rows, cols, int(into is not None))
 
     def kernels(self) -> Iterable[Kernel]:
         return BACKWARD.both()
@@ -215,13 +230,22 @@ def layer_norm_apply(
 
 
 def layer_norm_backward(
-    engine: ComputeEngine, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+    engine: ComputeEngine,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    into: Tensor | None = None,
 ) -> Tensor:
     """d_x [..., cols] of `layer_norm` from dy [..., cols], its inputs, and its mean and rstd [...].
 
+    into [..., cols]: d_x is added to it, and it is returned. It must not overlap an input.
     Raises ValueError for shapes or types that do not fit.
     """
-    return engine.execute(LAYER_NORM_BACKWARD, (dy, x, weight, mean, rstd))[0]
+    made = engine.execute(LAYER_NORM_BACKWARD, (dy, x, weight, mean, rstd, into))
+    return made[0] if into is None else into
 
 
 def layer_norm_weight_backward(

@@ -34,7 +34,7 @@ APPLY = RowKernels(
 BACKWARD = RowKernels(
     "rms_norm_backward",
     "rms_norm_backward.comp",
-    "in row dy, in row x, in row weight, in f32 rstd, out row dx, uint rows, uint cols",
+    "in row dy, in row x, in row weight, in f32 rstd, inout row dx, uint rows, uint cols, uint accumulate",
     subgroups=ROW_SUBGROUPS,
 )
 WEIGHT_BACKWARD = ColumnPartials(
@@ -99,30 +99,42 @@ class RmsNormApplyOp(Op):
 
 
 class RmsNormBackwardOp(Op):
-    """Gradient of x."""
+    """Gradient of x, added to `into` where that is given."""
 
     name = "rms_norm_backward"
+    writes = (4,)
 
-    def outputs(self, dy: TensorSpec, x: TensorSpec, weight: TensorSpec, rstd: TensorSpec) -> Sequence[TensorSpec]:
+    def outputs(
+        self, dy: TensorSpec, x: TensorSpec, weight: TensorSpec, rstd: TensorSpec, into: TensorSpec | None
+    ) -> Sequence[TensorSpec]:
         _, cols = rows_and_columns(self.name, "x", x, loops=2)
         check_spec(self.name, "dy", dy, x.shape)
         check_spec(self.name, "weight", weight, (cols,))
         check_spec(self.name, "rstd", rstd, x.shape[:-1])
+        if into is not None:
+            check_spec(self.name, "into", into, x.shape)
+            return ()
         return (x,)
 
-    def flops(self, dy: TensorSpec, x: TensorSpec, weight: TensorSpec, rstd: TensorSpec) -> int:
+    def flops(self, dy: TensorSpec, x: TensorSpec, *others: TensorSpec | None) -> int:
         return 9 * x.size
 
-    def reference(self, dy: Any, x: Any, weight: Any, rstd: Any) -> Sequence[Any]:
+    def reference(self, dy: Any, x: Any, weight: Any, rstd: Any, into: Any) -> Sequence[Any]:
         scale = rstd[..., None]
         g, xhat = dy * weight, x * scale
-        return (scale * (g - xhat * (g * xhat).mean(axis=-1, keepdims=True)),)
+        dx = scale * (g - xhat * (g * xhat).mean(axis=-1, keepdims=True))
+        if into is None:
+            return (dx,)
+        into += dx
+        return ()
 
     def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        (dy, x, weight, rstd), (dx,) = inputs, outputs
+        dy, x, weight, rstd, into = inputs
+        dx = into if into is not None else outputs[0]
         cols = x.shape[-1]
         kernel = BACKWARD.pick(cols, dy, x, weight, dx)
-        gpu.dispatch(kernel, row_groups(gpu, kernel, rstd.size), dy, x, weight, rstd, dx, rstd.size, cols)
+        groups = row_groups(gpu, kernel, rstd.size)
+        gpu.dispatch(kernel, groups, dy, x, weight, rstd, dx, rstd.size, cols, int(into is not None))
 
     def kernels(self) -> Iterable[Kernel]:
         return BACKWARD.both()
@@ -184,12 +196,16 @@ def rms_norm_apply(engine: ComputeEngine, x: Tensor, weight: Tensor, rstd: Tenso
     return engine.execute(RMS_NORM_APPLY, (x, weight, rstd))[0]
 
 
-def rms_norm_backward(engine: ComputeEngine, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+def rms_norm_backward(
+    engine: ComputeEngine, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, into: Tensor | None = None
+) -> Tensor:
     """d_x [..., cols] of `rms_norm` from dy [..., cols], its inputs and its rstd [...].
 
+    into [..., cols]: d_x is added to it, and it is returned. It must not overlap an input.
     Raises ValueError for shapes or types that do not fit.
     """
-    return engine.execute(RMS_NORM_BACKWARD, (dy, x, weight, rstd))[0]
+    made = engine.execute(RMS_NORM_BACKWARD, (dy, x, weight, rstd, into))
+    return made[0] if into is None else into
 
 
 def rms_norm_weight_backward(

@@ -1,0 +1,191 @@
+"""Fusion of neighbouring ops: a short window of recorded calls in which rules look for what one dispatch can do.
+
+Ops are launched a few calls late. By then it is known whether anybody still holds what they made, so a rule can leave
+out writing it. A rule (fusion_rules.py) replaces two calls by one that moves fewer bytes and gives the same bits in
+everything that can still be read. Nothing about allocation changes: addresses, peaks and plans are those of the calls
+as they were made. VKFOLD_FUSION=0 switches it off; `engine.fusion.report()` says what it did.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from .op import Cost, Op
+from .tensor import Storage, Tensor
+
+WINDOW = 6  # calls held back: a value that is dropped has mostly been dropped that many ops later
+
+Range = tuple[int, int]  # first byte, and the byte behind the last
+
+
+class Call:
+    """One op that is recorded and not launched yet. Holds addresses and no share in any storage.
+
+    made: outputs, then temporaries. alive: for each output whether anybody can still read it.
+    """
+
+    __slots__ = ("alive", "cost", "examined", "inputs", "made", "num_outputs", "op", "settings")
+
+    def __init__(
+        self,
+        op: Op,
+        cost: Cost,
+        inputs: Sequence[Tensor | None],
+        made: Sequence[Tensor],
+        num_outputs: int,
+        settings: dict[str, Any],
+        alive: Sequence[Callable[[], Any]] | None = None,
+    ) -> None:
+        self.op = op
+        self.cost = cost
+        self.settings = settings
+        self.num_outputs = num_outputs
+        self.examined = False
+        if alive is None:
+            self.alive: Sequence[Callable[[], Any]] = [weakref.ref(t.storage) for t in made[:num_outputs]]
+            self.inputs = [None if t is None else borrowed(t) for t in inputs]
+            self.made = [borrowed(t) for t in made]
+        else:
+            self.alive, self.inputs, self.made = alive, list(inputs), list(made)
+
+    @property
+    def outputs(self) -> Sequence[Tensor]:
+        """What the op made, without its temporaries."""
+        return self.made[: self.num_outputs]
+
+    def is_dead(self, output: int = 0) -> bool:
+        """Whether nobody can read an output any more, later calls in the window apart."""
+        return self.alive[output]() is None
+
+    def reads(self) -> list[Range]:
+        """Bytes it may read."""
+        return [extent(t) for t in self.inputs if t is not None]
+
+    def writes(self) -> list[Range]:
+        """Bytes it may write."""
+        changed = [t for i in self.op.writes if (t := self.inputs[i]) is not None]
+        return [extent(t) for t in (*changed, *self.made)]
+
+
+class Merge(NamedTuple):
+    """What a rule found: the earlier call's place in the window, the call that replaces both, and at whose place."""
+
+    rule: str
+    first: int
+    call: Call
+    at_first: bool
+
+
+Rule = Callable[[Sequence[Call]], "Merge | None"]
+
+
+class Fired(NamedTuple):
+    """How often a rule fired, the dispatching calls it saved, and the bytes those calls moved before and after."""
+
+    times: int
+    bytes_before: int
+    bytes_after: int
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """The same bytes without a share in their storage: it does not keep them from being reused."""
+    storage = tensor.storage
+    twin = storage.twin
+    if twin is None:
+        twin = storage.twin = Storage(storage.handle, storage.nbytes, storage.address, None)
+    return Tensor(tensor.engine, tensor.spec, twin, tensor.offset)
+
+
+def extent(tensor: Tensor) -> Range:
+    """The bytes of a tensor."""
+    return tensor.address, tensor.address + tensor.nbytes
+
+
+def overlap(some: Sequence[Range], others: Sequence[Range]) -> bool:
+    """Whether any of the ranges share a byte."""
+    return any(a < d and c < b for a, b in some for c, d in others)
+
+
+def can_move(call: Call, across: Sequence[Call]) -> bool:
+    """Whether a call gives the same when carried out on the other side of the calls between."""
+    reads, writes = call.reads(), call.writes()
+    for other in across:
+        their_writes = other.writes()
+        if overlap(writes, their_writes) or overlap(reads, their_writes) or overlap(writes, other.reads()):
+            return False
+    return True
+
+
+class Fusion:
+    """The window. `rules`: op name -> rules to try when a call of that op is the later one."""
+
+    def __init__(self, launch: Callable[[Call], None], rules: dict[str, Sequence[Rule]]) -> None:
+        self._launch = launch
+        self._rules = rules
+        self._calls: list[Call] = []
+        self._launching = False
+        self._fired: dict[str, Fired] = {}
+        self.num_calls = 0
+
+    def add(self, call: Call) -> None:
+        """Take a call into the window; what falls out of it is launched."""
+        calls = self._calls
+        if calls and not calls[-1].examined:
+            self._examine()
+        calls.append(call)
+        self.num_calls += 1
+        if len(calls) > WINDOW:
+            self._launch_first()
+
+    def drain(self) -> None:
+        """Launch everything. Called before anything else is recorded; a launch that records changes nothing here."""
+        if self._launching or not self._calls:
+            return
+        self._examine()
+        while self._calls:
+            self._launch_first()
+
+    def report(self) -> dict[str, Fired]:
+        """What each rule did since the engine was made or `reset_report`."""
+        return dict(self._fired)
+
+    def reset_report(self) -> None:
+        """Start counting anew."""
+        self._fired.clear()
+        self.num_calls = 0
+
+    def _launch_first(self) -> None:
+        call = self._calls.pop(0)
+        self._launching = True
+        try:
+            self._launch(call)
+        finally:
+            self._launching = False
+
+    def _examine(self) -> None:
+        calls = self._calls
+        last = calls[-1]
+        last.examined = True
+        for rule in self._rules.get(last.op.name, ()):
+            found = rule(calls)
+            if found is not None:
+                before = _moved(calls[found.first]) + _moved(last)
+                after = _moved(found.call)
+                if after >= before:
+                    continue
+                times, bytes_before, bytes_after = self._fired.get(found.rule, (0, 0, 0))
+                self._fired[found.rule] = Fired(times + 1, bytes_before + before, bytes_after + after)
+                calls.pop()
+                found.call.examined = True  # it is the next call's partner as it stands
+                if found.at_first:
+                    calls[found.first] = found.call
+                else:
+                    del calls[found.first]
+                    calls.append(found.call)
+                return
+
+
+def _moved(call: Call) -> int:
+    return call.cost.bytes_read + call.cost.bytes_written

@@ -1,0 +1,257 @@
+"""Fusion changes what is dispatched and what is moved, never a bit of what anybody can read."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from vkfold.engine.fusion import Fusion
+from vkfold.engine.vulkan_engine import VulkanEngine
+from vkfold.nn import GPTConfig, GPTModel
+from vkfold.nn.optimizers import AdamW
+from vkfold.nn.training_step import TrainingStep
+
+MODELS = {
+    "gpt": {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True},
+    "llama": {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "num_kv_heads": 2},
+}
+NUM_LAYERS = 3
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[VulkanEngine]:
+    monkeypatch.setenv("VKFOLD_DEBUG", "0")
+    monkeypatch.setenv("VKFOLD_FUSION", "1")
+    with VulkanEngine() as made:
+        yield made
+
+
+def fusion_of(engine: VulkanEngine) -> Fusion:
+    assert engine.fusion is not None
+    return engine.fusion
+
+
+def counts(engine: VulkanEngine) -> dict[str, int]:
+    engine.flush_batch()
+    return {rule: fired.times for rule, fired in fusion_of(engine).report().items()}
+
+
+def arrays(*shapes: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def train(kind: str, dropout: float, monkeypatch: pytest.MonkeyPatch, on: bool) -> tuple[dict, list, dict, int, dict]:
+    monkeypatch.setenv("VKFOLD_FUSION", str(int(on)))
+    monkeypatch.setenv("VKFOLD_DEBUG", "0")
+    with VulkanEngine() as engine:
+        config = GPTConfig(
+            vocab_size=50,
+            d_model=24,
+            num_heads=4,
+            num_layers=NUM_LAYERS,
+            max_seq_len=9,
+            dropout=dropout,
+            **MODELS[kind],
+        )
+        model = GPTModel(engine, config, seed=1)
+        model.set_training(True)
+        step = TrainingStep(model, AdamW(model), max_norm=1.0)
+        rng = np.random.default_rng(0)
+        losses, report, before = [], {}, 0
+        for i in range(3):
+            if engine.fusion is not None:
+                engine.fusion.reset_report()
+            batches = [(tokens := rng.integers(0, 50, (2, 9)), np.roll(tokens, -1, 1)) for _ in range(2)]
+            losses.append(step(batches, step=i, learning_rate=1e-2).loss)
+            if engine.fusion is not None:
+                report, before = engine.fusion.report(), engine.fusion.num_calls
+        stats = {name: vars(s) if hasattr(s, "__dict__") else str(s) for name, s in engine.pool_stats().items()}
+        return model.state_dict(), losses, report, before, stats
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("kind", MODELS)
+def test_training_is_equal_to_the_bit_and_every_rule_fires_in_every_layer(
+    kind: str, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, plain_losses, nothing, _, plain_stats = train(kind, dropout, monkeypatch, on=False)
+    fused, losses, report, num_calls, stats = train(kind, dropout, monkeypatch, on=True)
+    assert not nothing
+    assert losses == plain_losses
+    for name, value in plain.items():
+        assert np.array_equal(value, fused[name]), name
+    assert stats == plain_stats  # not one allocation more or less
+    saved = sum(fired.times for fired in report.values())
+    print(f"\n{kind}, dropout {dropout}: {num_calls} ops a step in {num_calls - saved} launches")
+    for rule, fired in report.items():
+        print(f"  {rule:22} {fired.times:3} times, bytes {fired.bytes_before:9,} -> {fired.bytes_after:9,}")
+        assert fired.bytes_after < fired.bytes_before
+    expected = {"residual + norm"}
+    expected |= {"matmul + bias"} if kind == "gpt" else set()
+    expected |= {"matmul + residual"} if not dropout else set()
+    for rule in expected:
+        assert report[rule].times >= 2 * NUM_LAYERS, rule  # two micro-batches
+
+
+def both(
+    engine: VulkanEngine, call: Callable[[VulkanEngine], list[np.ndarray]]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """What a call gives with fusion, and on the same engine without."""
+    with_fusion = call(engine)
+    fusion, engine.fusion = engine.fusion, None
+    try:
+        return with_fusion, call(engine)
+    finally:
+        engine.fusion = fusion
+
+
+def check_same(engine: VulkanEngine, call: Callable[[VulkanEngine], list[np.ndarray]]) -> None:
+    for one, other in zip(*both(engine, call), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_matmul_takes_bias_activation_and_residual(engine: VulkanEngine) -> None:
+    a, b, bias, residual = arrays((17, 9), (9, 33), (33,), (17, 33))
+
+    def call(engine: VulkanEngine) -> list[np.ndarray]:
+        y = engine.matmul(engine.tensor(a), engine.tensor(b))
+        engine.add_bias_(y, engine.tensor(bias))
+        z = engine.gelu(y)
+        del y
+        engine.add_(z, engine.tensor(residual))
+        return [z.numpy()]
+
+    # Uploads between ops end the window: the operands must be there first for anything to be fused.
+    check_same(engine, call)
+    assert not counts(engine)
+
+    def ready(engine: VulkanEngine) -> list[np.ndarray]:
+        at, bt, biast, rt = (engine.tensor(array) for array in (a, b, bias, residual))
+        y = engine.matmul(at, bt)
+        engine.add_bias_(y, biast)
+        z = engine.gelu(y)
+        del y
+        engine.add_(z, rt)
+        return [z.numpy()]
+
+    check_same(engine, ready)
+    assert counts(engine) == {"matmul + bias": 1, "matmul + activation": 1, "matmul + residual": 1}
+
+
+def test_a_value_that_is_still_held_is_still_written(engine: VulkanEngine) -> None:
+    a, b = (engine.tensor(array) for array in arrays((8, 8), (8, 8)))
+    y = engine.matmul(a, b)
+    z = engine.gelu(y)
+    assert np.array_equal(z.numpy(), engine.gelu(engine.tensor(y.numpy())).numpy())
+    assert np.allclose(y.numpy(), a.numpy() @ b.numpy(), atol=1e-5)
+    assert not counts(engine)
+
+
+def test_a_reader_between_sees_what_was_there(engine: VulkanEngine) -> None:
+    a, b, r = (engine.tensor(array) for array in arrays((8, 8), (8, 8), (8, 8)))
+    y = engine.matmul(a, b)
+    copied = engine.copy(y)
+    engine.add_(y, r)
+    before = copied.numpy()
+    assert np.array_equal(y.numpy(), before + r.numpy())
+    assert not counts(engine)
+
+
+def test_a_residual_written_between_is_waited_for(engine: VulkanEngine) -> None:
+    a, b, r, more = (engine.tensor(array) for array in arrays((8, 8), (8, 8), (8, 8), (8, 8)))
+    y = engine.matmul(a, b)
+    engine.add_(r, more)  # the matmul that adds r must not run before this
+    engine.add_(y, r)
+    assert np.array_equal(y.numpy(), engine.matmul(a, b).numpy() + r.numpy())
+    assert not counts(engine)
+
+
+def test_a_matmul_is_not_added_to_itself_in_place(engine: VulkanEngine) -> None:
+    a, b = (engine.tensor(array) for array in arrays((8, 8), (8, 8)))
+    y = engine.matmul(a, b)
+    engine.add_(y, y)
+    assert np.array_equal(y.numpy(), 2 * engine.matmul(a, b).numpy())
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("cols", [3, 16, 33])
+def test_norm_gradient_is_added_to_the_residual_stream(engine: VulkanEngine, norm: str, cols: int) -> None:
+    dy, x, weight, stream = arrays((7, cols), (7, cols), (cols,), (7, cols))
+
+    def call(engine: VulkanEngine) -> list[np.ndarray]:
+        tensors = [engine.tensor(array) for array in (dy, x, weight)]
+        target = engine.tensor(stream)
+        if norm == "rms":
+            _, *stats = engine.rms_norm(tensors[1], tensors[2])
+            gradient = engine.rms_norm_backward(*tensors, *stats)
+        else:
+            _, *stats = engine.layer_norm(tensors[1], tensors[2], engine.zeros((cols,)))
+            gradient = engine.layer_norm_backward(*tensors, *stats)
+        engine.add_(target, gradient)
+        del gradient
+        return [target.numpy()]
+
+    check_same(engine, call)
+    assert counts(engine) == {"residual + norm": 1}
+
+
+def test_random_programs_give_the_same_bits(engine: VulkanEngine) -> None:
+    """Programs that drop, alias and overwrite at random: 40 of 25 ops each, every live value compared."""
+    shape = (6, 8)
+
+    def program(seed: int) -> Callable[[VulkanEngine], list[np.ndarray]]:
+        def call(engine: VulkanEngine) -> list[np.ndarray]:
+            rng = np.random.default_rng(seed)
+            values = [engine.tensor(0.5 * rng.standard_normal(shape).astype(np.float32)) for _ in range(4)]
+            square, weight = engine.tensor(0.3 * np.eye(8) + 0.01), engine.tensor(np.linspace(0.5, 1.5, 8))
+            rstds = engine.tensor(np.linspace(0.2, 0.9, 6))
+            for _ in range(25):
+                x, y = (values[i] for i in rng.integers(0, len(values), 2))
+                what = rng.integers(0, 8)
+                if what == 0:
+                    values.append(engine.matmul(x, square))
+                    if rng.integers(0, 2):
+                        engine.add_bias_(values[-1], weight)
+                    if rng.integers(0, 2):
+                        engine.add_(values[-1], y)
+                elif what == 1 and x is not y:
+                    engine.add_(x, y)
+                elif what == 2:
+                    engine.add_bias_(x, weight)
+                elif what == 3:
+                    values.append(engine.activation(x, ("relu", "gelu", "silu")[rng.integers(0, 3)]))
+                    values.append(engine.gelu(engine.matmul(y, square)))
+                elif what == 4:
+                    gradient = engine.rms_norm_backward(x, y, weight, rstds)
+                    if rng.integers(0, 2):
+                        values.append(gradient)
+                    else:
+                        engine.add_(values[rng.integers(0, len(values))], gradient)
+                    del gradient
+                elif what == 5:
+                    values.append(engine.scale(engine.add(x, y), 0.4))
+                elif len(values) > 3:
+                    del values[rng.integers(0, len(values))]
+                del x, y
+            return [value.numpy() for value in values]
+
+        return call
+
+    for seed in range(40):
+        check_same(engine, program(seed))
+    assert set(counts(engine)) >= {"matmul + bias", "matmul + activation", "matmul + residual", "residual + norm"}
+
+
+def test_held_back_ops_hold_no_memory(engine: VulkanEngine) -> None:
+    a = engine.tensor(np.ones((64, 64), np.float32))
+    engine.flush_batch()
+    before = engine.pool_stats()["step"].live_bytes
+    b = engine.gelu(a)
+    assert engine.pool_stats()["step"].live_bytes > before
+    del b
+    gc.collect()
+    assert engine.pool_stats()["step"].live_bytes == before
