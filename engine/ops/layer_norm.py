@@ -64,10 +64,11 @@ class LayerNormOp(Op):
         return x, TensorSpec(x.shape[:-1]), TensorSpec(x.shape[:-1])
 
     def flops(self, x: TensorSpec, weight: TensorSpec, bias: TensorSpec, *, eps: float) -> int:
-        return 8 * x.size
+        return 10 * x.size
 
     def reference(self, x: Any, weight: Any, bias: Any, *, eps: float) -> Sequence[Any]:
-        mean = x.mean(axis=-1)
+        mean = x[..., 0] + (x - x[..., :1]).mean(axis=-1)
+        mean = mean + (x - mean[..., None]).mean(axis=-1)
         deviation = x - mean[..., None]
         rstd = 1 / np.sqrt(np.square(deviation).mean(axis=-1) + x.dtype.type(eps))
         return deviation * rstd[..., None] * weight + bias, mean, rstd
@@ -213,7 +214,10 @@ def layer_norm(
     """LayerNorm (Ba, Kiros & Hinton 2016, equation 4, with eps under the root).
 
     x: [..., cols]; weight, bias: [cols]. Returns (y [..., cols], mean [...], rstd [...]),
-    rstd = 1 / sqrt(mean((x - mean)^2) + eps). Raises ValueError for other shapes or types, or a negative eps.
+    rstd = 1 / sqrt(mean((x - mean)^2) + eps). The error of y is that of rounding `mean` to float32, however large it is
+    beside the deviations (corrected two-pass algorithm, Chan, Golub & LeVeque 1983).
+
+    Raises ValueError for other shapes or types, or a negative eps.
     """
     y, mean, rstd = engine.execute(LAYER_NORM, (x, weight, bias), eps=eps)
     return y, mean, rstd
