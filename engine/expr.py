@@ -3,9 +3,10 @@
     x = variable("x")
     silu = x * logistic(x)
 
-`simplify` (expr_simplify.py), `derivative` (expr_derivative.py), `evaluate` (expr_numpy.py) and `glsl_statements`
-(expr_glsl.py) work on them. A value is a float or a condition (the result of a comparison, the first argument of
-`where`). Equal expressions are one object, so `is` compares them and a common part is computed once.
+`simplify` (expr_simplify.py), `derivative` (expr_derivative.py), `evaluate` (expr_numpy.py), `glsl_statements`
+(expr_glsl.py) and `substitute` (expr_walk.py) work on them. A value is a float, a condition (what comparisons give and
+`where` takes) or, for random numbers alone, a whole number. Equal expressions are one object, so `is` compares them and
+a common part is computed once.
 
 What an expression means is fixed to the bit but for exp, log, rsqrt and division, whose error is the driver's: each
 operator rounds once, nothing is reassociated, `fma` rounds once where the device has one. `maximum` and `minimum` are
@@ -14,28 +15,37 @@ a comparison and a choice, the same for NaN and signed zero everywhere.
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
-# operation -> what its arguments are: f float, b condition; the result is a condition for _COMPARISONS alone
+# operation -> its arguments and, after the arrow, its result: f float, b condition, u whole number
 SIGNATURES = {
-    "variable": "",
-    "constant": "",
-    **dict.fromkeys(("neg", "abs", "exp", "log", "rsqrt", "logistic", "tanh", "float16", "bfloat16"), "f"),
-    **dict.fromkeys(("add", "sub", "mul", "div", "max", "min", "lt", "le", "gt", "ge", "eq", "ne"), "ff"),
-    "fma": "fff",
-    "where": "bff",
+    "variable": "->f",
+    "constant": "->f",
+    "whole": "->u",
+    "number": "->u",
+    **dict.fromkeys(("neg", "abs", "exp", "log", "rsqrt", "logistic", "tanh", "float16", "bfloat16"), "f->f"),
+    **dict.fromkeys(("add", "sub", "mul", "div", "max", "min"), "ff->f"),
+    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne"), "ff->b"),
+    **dict.fromkeys(("and", "or"), "bb->b"),
+    "not": "b->b",
+    "fma": "fff->f",
+    "where": "bff->f",
+    "random_below": "uu->b",
+    "uniform": "u->f",
 }
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
+RANDOM = frozenset({"random_below", "uniform"})
+RESERVED_NAMES = frozenset({"args", "index", "step"})  # what kernels and `evaluate` call their own
 _known: WeakValueDictionary[tuple, Expr] = WeakValueDictionary()
 
 
 class Expr:
     """A node: operation, arguments, and the name of a variable or the number of a constant.
 
-    Made by the functions of this module and the operators + - * / < <= > >= and unary -; numbers become constants.
+    Made by the functions of this module, the operators + - * / < <= > >= and unary -, and & | ~ of conditions; numbers
+    become constants.
     `==` compares objects; the comparison of values is `equal`. An expression has no truth value: use `where`.
     """
 
@@ -48,7 +58,12 @@ class Expr:
     @property
     def is_condition(self) -> bool:
         """Whether it is true or false rather than a number."""
-        return self.op in COMPARISONS
+        return self.kind == "b"
+
+    @property
+    def kind(self) -> str:
+        """What it is: "f" a float, "b" a condition, "u" a whole number."""
+        return SIGNATURES[self.op][-1]
 
     def __add__(self, other: Expr | float) -> Expr:
         return make("add", self, other)
@@ -92,12 +107,21 @@ class Expr:
     def __ge__(self, other: Expr | float) -> Expr:
         return make("ge", self, other)
 
+    def __and__(self, other: Expr) -> Expr:
+        return make("and", self, other)
+
+    def __or__(self, other: Expr) -> Expr:
+        return make("or", self, other)
+
+    def __invert__(self) -> Expr:
+        return make("not", self)
+
     def __bool__(self) -> bool:
         raise TypeError("an expression has no truth value: choose with where(condition, a, b)")
 
     def __repr__(self) -> str:  # one level: written out, a shared part would be there over and over
-        if self.op in ("variable", "constant"):
-            return self.name if self.op == "variable" else repr(self.number)
+        if not self.args:
+            return self.name or repr(self.number)
         inner = ", ".join(arg.name or repr(arg.number) if not arg.args else f"{arg.op}(...)" for arg in self.args)
         return f"{self.op}({inner})"
 
@@ -115,17 +139,34 @@ def _node(op: str, args: tuple[Expr, ...], name: str, number: float) -> Expr:
 def make(op: str, *args: Expr | float) -> Expr:
     """The node of an operation of SIGNATURES. Raises ValueError for wrong arguments."""
     given = tuple(arg if isinstance(arg, Expr) else constant(arg) for arg in args)
-    wanted = SIGNATURES.get(op)
-    if not wanted or "".join("b" if arg.is_condition else "f" for arg in given) != wanted:
-        raise ValueError(f"no operation {op!r} of {', '.join(map(repr, given))}: conditions go into where() alone")
+    wanted = SIGNATURES.get(op, "").split("->")[0]
+    if not wanted or "".join(arg.kind for arg in given) != wanted:
+        raise ValueError(
+            f"no operation {op!r} of {', '.join(map(repr, given))}: conditions go into where(), &, | and ~, whole "
+            "numbers into random ones"
+        )
     return _node(op, given, "", 0.0)
 
 
 def variable(name: str) -> Expr:
-    """A named input. Raises ValueError for a name that GLSL would not take."""
-    if not name.isidentifier() or not name.isascii() or "__" in name or name.startswith("gl_"):
+    """A named input. Raises ValueError for a name that GLSL would not take, or one of RESERVED_NAMES."""
+    return _node("variable", (), _checked(name), 0.0)
+
+
+def _checked(name: str) -> str:
+    plain = name.isidentifier() and name.isascii() and "__" not in name and not name.startswith("gl_")
+    if not plain or name in RESERVED_NAMES:
         raise ValueError(f"{name!r} cannot name a variable")
-    return _node("variable", (), name, 0.0)
+    return name
+
+
+def whole(what: str | int) -> Expr:
+    """A whole number of 32 bits, by name (a kernel's uint) or value. Raises ValueError for one that does not fit."""
+    if isinstance(what, str):
+        return _node("whole", (), _checked(what), 0.0)
+    if not 0 <= what < 2**32:
+        raise ValueError(f"{what} does not fit 32 bits")
+    return _node("number", (), "", float(what))
 
 
 def variables(names: str) -> list[Expr]:
@@ -188,6 +229,14 @@ def where(condition: Expr, a: Expr | float, b: Expr | float) -> Expr:
     return make("where", condition, a, b)
 
 
+def select(conditions: Sequence[Expr], values: Sequence[Expr | float], default: Expr | float) -> Expr:
+    """The value of the first condition that holds, else the default. Raises ValueError for lists of other lengths."""
+    result = default if isinstance(default, Expr) else constant(default)
+    for condition, value in reversed(list(zip(conditions, values, strict=True))):
+        result = where(condition, value, result)
+    return result
+
+
 def equal(a: Expr | float, b: Expr | float) -> Expr:
     """Whether two values are equal; NaN is not."""
     return make("eq", a, b)
@@ -209,49 +258,16 @@ def cast(x: Expr, dtype: str) -> Expr:
     return make(dtype, cast(x, "float32"))
 
 
-def topological(roots: Iterable[Expr]) -> list[Expr]:
-    """Every node once, arguments before what uses them, in an order that depends on the expressions alone."""
-    order: dict[Expr, None] = {}
-    stack = [(root, False) for root in reversed(list(roots))]
-    while stack:
-        node, ready = stack.pop()
-        if ready:
-            order.setdefault(node)
-        elif node not in order:
-            stack.append((node, True))
-            stack += [(arg, False) for arg in reversed(node.args)]
-    return list(order)
+def random_below(threshold: Expr | int, site: Expr | int) -> Expr:
+    """Whether the element's random 32 bits are below `threshold`: true for one in 2^32 / threshold.
+
+    The bits are word e % 4 of the Philox block with counter (e / 4, step, micro-batch, site) and the seed as key (see
+    engine/philox.py), e being the element's index in the output: they depend on nothing else, and computing them again
+    gives them again. threshold, site: `whole` numbers.
+    """
+    return make("random_below", *(n if isinstance(n, Expr) else whole(n) for n in (threshold, site)))
 
 
-def expanded(roots: Iterable[Expr]) -> list[Expr]:
-    """The expressions with logistic, tanh, max and min written out in simpler operations: what is printed."""
-    roots = list(roots)
-    new: dict[Expr, Expr] = {}
-    for node in topological(roots):
-        args = [new[arg] for arg in node.args]
-        if node.op == "logistic":
-            new[node] = where(args[0] > 0.0, 1.0 - logistic_tail(args[0]), logistic_tail(args[0]))
-        elif node.op == "tanh":
-            e = exp(-2.0 * abs(args[0]))
-            size = (1.0 - e) / (1.0 + e)
-            new[node] = where(args[0] < 0.0, -size, size)
-        elif node.op in ("max", "min"):
-            a, b = args
-            new[node] = where(a < b if node.op == "max" else b < a, b, a)
-        else:
-            new[node] = make(node.op, *args) if args else node
-    return [new[root] for root in roots]
-
-
-def logistic_tail(x: Expr) -> Expr:
-    """logistic(-|x|), what logistic(x) lacks to 0 or 1: nothing but 0 is divided where exp underflows."""
-    e = exp(-abs(x))
-    return e / (1.0 + e)
-
-
-def is_float32(number: float) -> bool:
-    """Whether float32 holds it exactly."""
-    try:
-        return not math.isfinite(number) or struct.unpack("<f", struct.pack("<f", number))[0] == number
-    except OverflowError:
-        return False
+def uniform(site: Expr | int) -> Expr:
+    """A random number for each element, a multiple of 2^-24 in 0 <= u < 1: the upper 24 of `random_below`'s bits."""
+    return make("uniform", site if isinstance(site, Expr) else whole(site))

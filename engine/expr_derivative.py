@@ -6,8 +6,9 @@ infinite: a function clamped where it is flat has derivative 0 there, not infini
 
 from __future__ import annotations
 
-from .expr import Expr, constant, fma, logistic_tail, topological, where
+from .expr import Expr, constant, fma, where
 from .expr_simplify import simplify
+from .expr_walk import logistic_tail, topological
 
 _ONE = constant(1.0)
 

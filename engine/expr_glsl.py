@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from .expr import Expr, expanded, topological
+from .expr import RANDOM, Expr
+from .expr_walk import expanded, topological
 
 KINDS = ("float", "vec4")
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
@@ -32,18 +33,23 @@ _CALLS = {
 
 
 def glsl_includes(roots: Iterable[Expr]) -> tuple[str, ...]:
-    """The file of shaders/ that the text of these expressions needs, if any."""
-    calls = {_call(node) for node in topological(expanded(roots))}
+    """The files of shaders/ that the text of these expressions needs."""
+    order = topological(expanded(roots))
+    calls = {_call(node) for node in order}
+    needed = ["random.glsl"] if any(node.op in RANDOM for node in order) else []
     if calls & {"exp_full", "log_full", "rsqrt_full", "round_to_half", "round_to_bfloat"}:
-        return ("expr.glsl",)
-    return ("exp.glsl",) if "exp_or_zero" in calls else ()
+        needed.append("expr.glsl")
+    elif "exp_or_zero" in calls:
+        needed.append("exp.glsl")
+    return tuple(needed)
 
 
 def glsl_statements(outputs: Mapping[str, Expr], kind: str, names: Mapping[str, str] | None = None) -> str:
     """Statements that assign each output, which the caller has declared.
 
-    kind: "float" or "vec4". names: GLSL text of kind's type for variables that are not called by their own name. An
-    output may have the name of a variable: it is written when nothing reads that any more.
+    kind: "float" or "vec4". names: GLSL text of kind's type for variables that are not called by their own name (of
+    type uint for whole numbers). An output may have the name of a variable: it is written when nothing reads that any
+    more. Random numbers need `index`, the number of the (first) element, and `args.step` around the text.
     """
     roots = expanded(outputs.values())
     lines, texts = _lines(roots, kind, names or {}, set(outputs) if len(outputs) > 1 else set())
@@ -51,9 +57,14 @@ def glsl_statements(outputs: Mapping[str, Expr], kind: str, names: Mapping[str, 
 
 
 def glsl_function(name: str, root: Expr, parameters: Sequence[str]) -> str:
-    """A function of these variables for each of KINDS. Raises ValueError when the expression has another variable."""
+    """A function of these variables for each of KINDS.
+
+    Raises ValueError when the expression has another variable, or random numbers, which depend on more.
+    """
     (whole,) = expanded([root])
-    used = {node.name for node in topological([whole]) if node.op == "variable"}
+    used = {node.name for node in topological([whole]) if node.name}
+    if any(node.op in RANDOM for node in topological([whole])):
+        raise ValueError(f"{name}: random numbers need the element's index: use glsl_statements")
     if used - set(parameters):
         raise ValueError(f"{name}: no parameter for {', '.join(sorted(used - set(parameters)))}")
     parts = []
@@ -77,7 +88,7 @@ def _lines(
     number = 0
     for node in order:
         text = _text(node, kind, [texts[arg] for arg in node.args], names)
-        leaf = node.op == "constant" or (node.op == "variable" and node.name in names)
+        leaf = node.op == "constant" or node.kind == "u" or (node.op == "variable" and node.name in names)
         if node.op == "variable" and not (overwrites and node in roots):
             leaf = True
         if not leaf and (uses[node] > 1 or (overwrites and node in roots)):
@@ -111,8 +122,20 @@ def _at_most_zero(node: Expr) -> bool:
 
 def _text(node: Expr, kind: str, args: list[str], names: Mapping[str, str]) -> str:
     op = node.op
-    if op == "variable":
+    if op in ("variable", "whole"):
         return names.get(node.name, node.name)
+    if op == "number":
+        return f"{int(node.number)}u"
+    if op in RANDOM:
+        more = f", {args[0]}" if op == "random_below" else ""
+        return f"{op}_{kind}(args.step, {args[-1]}, index{more})"
+    if op == "not":
+        return f"(!{args[0]})" if kind == "float" else f"not({args[0]})"
+    if op in ("and", "or"):
+        if kind == "float":
+            return f"({args[0]} {'&&' if op == 'and' else '||'} {args[1]})"
+        falls_to, holds = ("bvec4(false)", args[1]) if op == "and" else (args[1], "bvec4(true)")
+        return f"mix({falls_to}, {holds}, {args[0]})"
     if op == "constant":
         text = _literal(node.number)
         return text if kind == "float" else f"vec4({text})"

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from .expr import Expr, expanded, topological
+from .expr import RANDOM, Expr
+from .expr_walk import expanded, topological
+from .philox import random_words
+from .step_parameters import StepParameters
 
 
-def evaluate(roots: Iterable[Expr], **arrays: Any) -> list[np.ndarray]:
+def evaluate(roots: Iterable[Expr], *, step: StepParameters | None = None, **arrays: Any) -> list[np.ndarray]:
     """The values of expressions, each an array of the common shape.
 
-    arrays: one array or number for each variable; they are broadcast. All is computed in the type of the arrays:
-    float32 when none is float64. Raises ValueError for a variable without a value.
+    arrays: one array or number for each variable and whole number; they are broadcast. All is computed in the type of
+    the arrays: float32 when none is float64. step: what random numbers depend on. Raises ValueError for a name without
+    a value, or random numbers without a step.
     """
-    held = {name: np.asarray(array) for name, array in arrays.items()}
-    dtype = np.result_type(np.float32, *[array.dtype for array in held.values() if array.ndim])
-    shape = np.broadcast_shapes(*[array.shape for array in held.values()])
     roots = expanded(roots)
     order = topological(roots)
+    wholes = {node.name for node in order if node.op == "whole"}
+    held = {name: np.asarray(array) for name, array in arrays.items() if name not in wholes}
+    dtype = np.result_type(np.float32, *[array.dtype for array in held.values() if array.ndim])
+    shape = np.broadcast_shapes(*[array.shape for array in held.values()])
     last_use = {arg: node for node in order for arg in node.args}  # values are dropped after it
     values: dict[Expr, Any] = {}
     with np.errstate(all="ignore"):
         for node in order:
+            if node.name and node.name not in arrays:
+                raise ValueError(f"no value for variable {node.name!r}")
             if node.op == "variable":
-                if node.name not in held:
-                    raise ValueError(f"no value for variable {node.name!r}")
                 values[node] = held[node.name].astype(dtype, copy=False)
             elif node.op == "constant":
                 values[node] = dtype.type(node.number)
+            elif node.kind == "u":
+                values[node] = int(arrays[node.name] if node.name else node.number)
+            elif node.op in RANDOM:
+                values[node] = _random(node.op, [values[arg] for arg in node.args], shape, step, dtype)
             else:
                 values[node] = _apply(node.op, [values[arg] for arg in node.args])
             for arg in node.args:
@@ -38,6 +48,13 @@ def evaluate(roots: Iterable[Expr], **arrays: Any) -> list[np.ndarray]:
                     values.pop(arg, None)
     made = [np.asarray(values[root]) for root in roots]
     return [value if value.shape == shape else np.broadcast_to(value, shape).copy() for value in made]
+
+
+def _random(op: str, args: list[int], shape: tuple[int, ...], step: StepParameters | None, dtype: Any) -> Any:
+    if step is None:
+        raise ValueError("an expression with random numbers is evaluated with step=StepParameters(...)")
+    words = random_words(math.prod(shape), args[-1], step).reshape(shape)
+    return words < args[0] if op == "random_below" else (words >> 8).astype(dtype) * dtype.type(2.0**-24)
 
 
 def _apply(op: str, args: list[Any]) -> Any:
@@ -63,6 +80,10 @@ def _apply(op: str, args: list[Any]) -> Any:
         return _fma(*args)
     if op == "where":
         return np.where(*args)
+    if op in ("and", "or"):
+        return (np.logical_and if op == "and" else np.logical_or)(*args)
+    if op == "not":
+        return np.logical_not(args[0])
     if op == "float16":
         return args[0].astype(np.float16).astype(args[0].dtype)
     if op == "bfloat16":

@@ -1,7 +1,8 @@
 """Simplification that keeps every bit: only identities that hold for all floats, signed zeros and infinities included.
 
 x + 0 stays (it makes -0 into 0), 0 * x stays (NaN), and constants are folded only where the exact result and its
-operands are float32 numbers, so that float32 and float64 would both have computed just that.
+operands are float32 numbers, so that float32 and float64 would both have computed just that. A NaN stays NaN, though
+perhaps with another payload. Nothing is reassociated, distributed or assumed finite.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from .expr import Expr, constant, fma, is_float32, make, topological, where
+from .expr import Expr, constant, fma, make, where
+from .expr_walk import is_float32, topological
 
 
 def simplify(root: Expr) -> Expr:
@@ -111,9 +113,15 @@ def _same(a: Expr, b: Expr) -> Expr | None:
     return a if a is b else None
 
 
+def _not(a: Expr) -> Expr | None:
+    return a.args[0] if a.op == "not" else None
+
+
 def _where(condition: Expr, a: Expr, b: Expr) -> Expr | None:
     if a is b:
         return a
+    if condition.op == "not":
+        return where(condition.args[0], b, a)
     if a.op == "where" and a.args[0] is condition:
         return where(condition, a.args[1], b)
     return where(condition, a, b.args[2]) if b.op == "where" and b.args[0] is condition else None
@@ -132,6 +140,9 @@ _RULES = {
     "div": _div,
     "fma": _fma,
     "max": _same,
+    "and": _same,
+    "or": _same,
+    "not": _not,
     "min": _same,
     "where": _where,
     "float16": _again("float16"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .expr import Expr
-from .expr_glsl import glsl_includes, glsl_statements
+from .expr import RANDOM, Expr
+from .expr_glsl import KINDS, glsl_includes, glsl_statements
 from .expr_numpy import evaluate
+from .expr_walk import topological
 from .kernel import Kernel, read_shader
 from .tensor import Tensor
 
@@ -45,12 +46,14 @@ class Operand(NamedTuple):
     """One value of a map kernel: its name in the body, the pointer it lies behind, and its place there.
 
     place: GLSL expression of `index` (the element being worked on) and `args`; `index` unless the layouts differ. In
-    the wide kernel it is taken for every fourth index and must be a multiple of 4 there.
+    the wide kernel it is taken for every fourth index and must be a multiple of 4 there, unless one_for_four, which
+    says that those four elements share one value (inputs only).
     """
 
     name: str
     pointer: str
     place: str = "index"
+    one_for_four: bool = False
 
     @classmethod
     def of(cls, what: str | Operand) -> Operand:
@@ -64,8 +67,9 @@ class MapKernel:
     inputs, outputs: names or Operands; one that is in both is changed in place. body: an expression for each
     output, of variables named as the inputs and scalars; or GLSL statements that assign every output from the inputs,
     which are compiled once with `T` float and once with `T` vec4, and see `index`, the index of the (first) element.
-    scalars: kernel arguments behind the pointers, "float factor, uint width". step: the body reads
-    `args.step`. includes: files of shaders/ the body needs.
+    scalars: kernel arguments behind the pointers, "float factor, uint width"; a float one is a variable, a uint one a
+    whole number of the expressions. step: GLSL statements read `args.step` (expressions with random numbers bring it
+    themselves). includes: files of shaders/ the body needs.
 
     The kernel has one pointer for each distinct one of inputs and outputs, in order of appearance.
     """
@@ -81,28 +85,34 @@ class MapKernel:
         step: bool = False,
         includes: Sequence[str] = (),
     ) -> None:
-        read = [Operand.of(what) for what in inputs]
-        written = [Operand.of(what) for what in outputs]
-        access: dict[str, str] = {operand.pointer: "in" for operand in read}
-        for operand in written:
+        self.name = name
+        self.inputs = tuple(Operand.of(what) for what in inputs)
+        self.outputs = tuple(Operand.of(what) for what in outputs)
+        self.expressions: dict[str, Expr] = {} if isinstance(body, str) else dict(body)
+        words = [part.split() for part in scalars.split(",") if part]
+        self.scalars = {scalar: what for what, scalar in words}  # type by name
+        self.takes_step = step or any(node.op in RANDOM for node in topological(self.expressions.values()))
+        access: dict[str, str] = {operand.pointer: "in" for operand in self.inputs}
+        for operand in self.outputs:
             access[operand.pointer] = "inout" if access.get(operand.pointer, "out") in ("in", "inout") else "out"
         args = [f"{how} f32 {pointer}" for pointer, how in access.items()]
-        args += ["step"] * step + [scalars] * bool(scalars) + ["uint num_elements"]
-        self.expressions = {} if isinstance(body, str) else dict(body)
-        scalar_names = [scalar.split()[1] for scalar in scalars.split(",") if scalar]
+        args += ["step"] * self.takes_step + [scalars] * bool(scalars) + ["uint num_elements"]
         bodies = {}
-        for kind in ("float", "vec4"):
-            names = {scalar: f"{kind}(args.{scalar})" for scalar in scalar_names}
+        for kind in KINDS:
+            names = {
+                scalar: f"args.{scalar}" if what == "uint" else f"{kind}(args.{scalar})"
+                for scalar, what in self.scalars.items()
+            }
             text = body if isinstance(body, str) else glsl_statements(body, kind, names)
-            bodies[kind] = _statements(kind, read, written, text)
+            bodies[kind] = _statements(kind, self.inputs, self.outputs, text)
         text = "".join(read_shader(include) for include in (*includes, *glsl_includes(self.expressions.values())))
         joined = ", ".join(args)
-        self.num_pointers = len(access)
+        self.pointers = tuple(access)
         self.wide = Kernel(name + "_vec4", text + _WIDE % bodies, joined, local_size=_LOCAL_SIZE)
         self.narrow = Kernel(name + "_scalar", text + _NARROW % bodies, joined, local_size=_LOCAL_SIZE)
 
     def reference(self, **arrays: Any) -> list[Any]:
-        """The outputs in NumPy, in the order of the body's expressions, from arrays and scalars by name."""
+        """The outputs in NumPy, in the order of the expressions, from arrays and scalars by name (and `step`)."""
         return evaluate(self.expressions.values(), **arrays)
 
     def kernels(self) -> Iterable[Kernel]:
@@ -111,7 +121,7 @@ class MapKernel:
 
     def launch(self, gpu: Recorder, num_elements: int, *args: Tensor | float, wide: bool = True) -> None:
         """Record it. args: tensors, then scalars. wide=False where places are not multiples of 4."""
-        if wide and not any(_misaligned(arg) for arg in args[: self.num_pointers]):
+        if wide and not any(_misaligned(arg) for arg in args[: len(self.pointers)]):
             gpu.dispatch(self.wide, -(-num_elements // (4 * _LOCAL_SIZE)), *args, num_elements)
         else:
             gpu.dispatch(self.narrow, -(-num_elements // _LOCAL_SIZE), *args, num_elements)
@@ -127,7 +137,9 @@ def _statements(kind: str, read: Sequence[Operand], written: Sequence[Operand], 
     if kind == "vec4":
         load, store = ("load_four(args.{0}, {1})", "store_four(args.{0}, {1}, {2});")
     lines = ["#define T " + kind]
-    lines += [f"T {operand.name} = {load.format(operand.pointer, operand.place)};" for operand in read]
+    for operand in read:
+        one = "vec4(args.{0}.v[{1}])" if operand.one_for_four and kind == "vec4" else load
+        lines.append(f"T {operand.name} = {one.format(operand.pointer, operand.place)};")
     names = {operand.name for operand in read}
     lines += [f"T {operand.name};" for operand in written if operand.name not in names]
     lines.append(body)

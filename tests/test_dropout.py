@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from vkfold.engine.cpu_engine import CpuEngine
-from vkfold.engine.ops.dropout import dropout_keep, philox
+from vkfold.engine.ops.dropout import dropout_keep
+from vkfold.engine.philox import philox
 from vkfold.engine.step_parameters import StepParameters
 from vkfold.engine.vulkan_engine import VulkanEngine
 

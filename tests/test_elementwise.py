@@ -194,7 +194,7 @@ def test_own_map_kernel(vulkan: VulkanEngine) -> None:
     )
     a = normal(37)
     x, low, high = vulkan.tensor(a), vulkan.zeros((37,)), vulkan.zeros((37,))
-    kernel.launch(vulkan.recorder, 37, x, low, high, 2.0, wide=False)
+    kernel.launch(vulkan, 37, x, low, high, 2.0, wide=False)
     assert np.array_equal(low.numpy(), np.minimum(a, a[::-1]) * 2)
     assert np.array_equal(high.numpy(), np.maximum(a, a[::-1]))
 

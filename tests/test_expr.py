@@ -16,7 +16,9 @@ from vkfold.engine.expr_derivative import derivative
 from vkfold.engine.expr_glsl import KINDS, glsl_function, glsl_statements
 from vkfold.engine.expr_numpy import evaluate
 from vkfold.engine.expr_simplify import simplify
+from vkfold.engine.expr_walk import expanded, substitute, topological
 from vkfold.engine.map_kernel import MapKernel
+from vkfold.engine.step_parameters import StepParameters
 from vkfold.engine.vulkan_engine import VulkanEngine
 
 A, B = e.variables("a b")
@@ -36,7 +38,10 @@ def exact(children: st.SearchStrategy[e.Expr]) -> st.SearchStrategy[e.Expr]:
     """Operations whose float32 result is the same on every device."""
     two = st.sampled_from(["add", "sub", "mul", "max", "min"])
     one = st.sampled_from(["neg", "abs", "float16", "bfloat16"])
-    comparison = st.builds(e.make, st.sampled_from(sorted(e.COMPARISONS)), children, children)
+    plain = st.builds(e.make, st.sampled_from(sorted(e.COMPARISONS)), children, children)
+    comparison = st.one_of(
+        plain, st.builds(e.make, st.sampled_from(["and", "or"]), plain, plain), st.builds(lambda c: ~c, plain)
+    )
     return st.one_of(
         st.builds(e.make, two, children, children),
         st.builds(e.make, one, children),
@@ -70,7 +75,7 @@ def same(got: np.ndarray, want: np.ndarray) -> bool:
 def on_device(vulkan: VulkanEngine, root: e.Expr, a: np.ndarray, b: np.ndarray, wide: bool = True) -> np.ndarray:
     kernel = MapKernel("test_expr", ("a", "b"), ("y",), {"y": root})
     x, y, out = vulkan.tensor(a), vulkan.tensor(b), vulkan.zeros((a.size,))
-    kernel.launch(vulkan.recorder, a.size, x, y, out, wide=wide)
+    kernel.launch(vulkan, a.size, x, y, out, wide=wide)
     return out.numpy()
 
 
@@ -84,7 +89,7 @@ def test_device_has_numpys_bits(vulkan: VulkanEngine, root: e.Expr, wide: bool) 
         list(itertools.product([0.0, 1.0, -1.0, 0.5, 3.3, 1e-3, -7.25, 999.0], repeat=2)), np.float32
     ).T.copy()
     got, want = on_device(vulkan, root, a, b, wide), evaluate([root], a=a, b=b)[0]
-    every = evaluate([node for node in e.topological([root]) if not node.is_condition], a=a, b=b)
+    every = evaluate([node for node in topological([root]) if not node.is_condition], a=a, b=b)
     finite = np.all(np.isfinite(every), axis=0)
     assert np.array_equal(got[finite], want[finite]), glsl_statements({"y": root}, "float")
 
@@ -93,6 +98,7 @@ def test_device_has_numpys_bits(vulkan: VulkanEngine, root: e.Expr, wide: bool) 
 def test_special_values_have_numpys_bits(vulkan: VulkanEngine, wide: bool) -> None:
     """Choices, comparisons, casts and single sums and products on NaN, infinities and zeros of both signs."""
     chosen = [e.where(e.make(op, A, B), A, B) for op in sorted(e.COMPARISONS)]
+    chosen += [e.where((A < B) & (A > 0.0), A, B), e.where((A < B) | ~(B > 0.0), A, B)]
     others = [e.maximum(A, B), e.minimum(A, B), e.clamp(A, -2, 2), -A, abs(A), A + B, A - B, A * B]
     for root in [*chosen, *others, e.cast(A, "float16"), e.cast(A, "bfloat16"), e.cast(A < B, "float32")]:
         assert same(on_device(vulkan, root, PAIRS[0], PAIRS[1], wide), evaluate([root], a=PAIRS[0], b=PAIRS[1])[0]), (
@@ -107,7 +113,7 @@ def test_device_is_close_to_numpy(vulkan: VulkanEngine, root: e.Expr, wide: bool
     rng = np.random.default_rng(3)
     a, b = rng.uniform(-2, 2, (2, 101)).astype(np.float32)
     want = evaluate([root], a=a.astype(np.float64), b=b.astype(np.float64))[0]
-    nodes = len(e.topological(e.expanded([root])))
+    nodes = len(topological(expanded([root])))
     bound = 32 * nodes * 2.0**-24 * np.maximum(1, np.abs(want))
     assert np.all(np.abs(on_device(vulkan, root, a, b, wide=wide) - want) <= bound)
 
@@ -228,9 +234,55 @@ def test_two_outputs_in_place(vulkan: VulkanEngine) -> None:
     """Each output is computed from the inputs as they were; a scalar of the kernel is a variable."""
     kernel = MapKernel("swap", ("a", "b"), ("a", "b"), {"a": B * e.variable("factor"), "b": A}, scalars="float factor")
     x, y = vulkan.tensor(np.arange(9.0)), vulkan.tensor(np.ones(9))
-    kernel.launch(vulkan.recorder, 9, x, y, 3.0)
+    kernel.launch(vulkan, 9, x, y, 3.0)
     assert x.numpy().tolist() == [3.0] * 9
     assert y.numpy().tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_random_numbers_are_numpys(vulkan: VulkanEngine, wide: bool) -> None:
+    """Both kernels and NumPy draw the same bits: a function of seed, step, micro-batch, site and element."""
+    site, limit = e.whole("site"), e.whole("limit")
+    root = e.where(e.random_below(limit, site), -1.0, e.uniform(site)) + e.uniform(7) * A
+    kernel = MapKernel("draw", ("a",), ("y",), {"y": root}, scalars="uint site, uint limit")
+    step = StepParameters(seed=0xFEDCBA9876543210, step=5, micro_batch=3)
+    vulkan.set_step_parameters(step)
+    a = np.full(4099, 0.25, np.float32)
+    x, y = vulkan.tensor(a), vulkan.zeros((a.size,))
+    kernel.launch(vulkan, a.size, x, y, 11, 2**30, wide=wide)
+    got = y.numpy()
+    want = kernel.reference(a=a, site=11, limit=2**30, step=step)[0]
+    assert np.array_equal(got, want)
+    assert abs((got < -0.5).mean() - 0.25) < 0.04 and got.max() < 1.25
+    shaped = evaluate([root], a=a[:4096].reshape(64, 64), site=11, limit=2**30, step=step)[0]
+    assert np.array_equal(shaped.ravel(), got[:4096])
+    other = evaluate([root], a=a, site=12, limit=2**30, step=step)[0]
+    assert (other != got).mean() > 0.9
+
+
+def test_uniform_is_uniform() -> None:
+    """Mean and variance of 2^16 draws within 5 standard deviations, and all of them multiples of 2^-24 below 1."""
+    u = evaluate([e.uniform(3) + 0.0 * A], a=np.zeros(2**16), step=StepParameters(seed=1))[0]
+    assert abs(u.mean() - 0.5) < 5 * np.sqrt(1 / 12 / u.size)
+    assert abs(u.var() - 1 / 12) < 5 * np.sqrt(1 / 180 / u.size)
+    assert np.array_equal(u * 2**24, np.trunc(u * 2**24)) and u.min() >= 0 and u.max() < 1
+
+
+@WORK
+@given(outer=SMOOTH, inner=SMOOTH)
+def test_substitute_is_a_chain(outer: e.Expr, inner: e.Expr) -> None:
+    """Putting one expression into another is computing one after the other, to the bit."""
+    a, b = np.random.default_rng(2).uniform(-2, 2, (2, 40)).astype(np.float32)
+    joined = substitute([outer], {A: inner})[0]
+    between = evaluate([inner], a=a, b=b)[0]
+    assert np.array_equal(evaluate([joined], a=a, b=b)[0], evaluate([outer], a=between, b=b)[0])
+
+
+def test_select_takes_the_first_that_holds() -> None:
+    root = e.select([A < 0.0, A < 1.0], [10.0, 20.0], A)
+    assert evaluate([root], a=np.array([-1, 0, 0.5, 1, 2, np.nan]))[0][:5].tolist() == [10, 20, 20, 1, 2]
+    with pytest.raises(ValueError, match="longer"):
+        e.select([A < 0.0], [1.0, 2.0], A)
 
 
 def test_misuse_is_refused() -> None:
@@ -246,5 +298,18 @@ def test_misuse_is_refused() -> None:
         glsl_function("f", A + B, ("a",))
     with pytest.raises(ValueError, match="no variable"):
         derivative(A, e.constant(1.0))
-    with pytest.raises(ValueError, match="cannot name"):
-        e.variable("a b")
+    for name in ("a b", "index", "gl_x", "a__b", "2a"):
+        with pytest.raises(ValueError, match="cannot name"):
+            e.variable(name)
+    with pytest.raises(ValueError, match="no operation 'and'"):
+        (A < B) & A
+    with pytest.raises(ValueError, match="does not fit 32 bits"):
+        e.uniform(-1)
+    with pytest.raises(ValueError, match="whole numbers into random"):
+        e.make("add", e.whole("n"), A)
+    with pytest.raises(ValueError, match="step="):
+        evaluate([e.uniform(1) * A], a=np.zeros(2))
+    with pytest.raises(ValueError, match="element's index"):
+        glsl_function("f", e.uniform(1) * A, ("a",))
+    with pytest.raises(ValueError, match="different kinds"):
+        substitute([A + B], {A: A < B})

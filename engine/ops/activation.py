@@ -14,11 +14,10 @@ from ..kernel import Kernel, read_shader
 from ..map_kernel import MapKernel
 from ..op import register
 from ..tensor import Tensor, TensorSpec
-from .elementwise import ElementwiseOp, check_same
+from .elementwise import MapOp, check_same
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
-    from ..recorder import Recorder
 
 ACTIVATIONS = {"relu": 1, "gelu": 2, "silu": 3}  # as `activate` of `activation_glsl` numbers them
 _GELU_SCALE = 0.7978845608028654  # sqrt(2 / pi)
@@ -78,7 +77,7 @@ def activation_glsl() -> str:
     return text
 
 
-class ActivationOp(ElementwiseOp):
+class ActivationOp(MapOp):
     """y = activation(x)."""
 
     name = "activation"
@@ -89,11 +88,8 @@ class ActivationOp(ElementwiseOp):
         check_activation(self.name, kind)
         return (check_same(self.name, x=x),)
 
-    def reference(self, x: Any, *, kind: str) -> Sequence[Any]:
-        return self.by_kind[kind].reference(x=x)
-
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, kind: str) -> None:
-        self.by_kind[kind].launch(gpu, outputs[0].size, *inputs, outputs[0])
+    def map_kernel(self, *, kind: str) -> MapKernel:  # type: ignore[override]
+        return self.by_kind[kind]
 
     def kernels(self) -> Iterable[Kernel]:
         return [kernel for each in self.by_kind.values() for kernel in each.kernels()]
@@ -117,9 +113,6 @@ class ActivationBackwardOp(ActivationOp):
     def outputs(self, dy: TensorSpec, x: TensorSpec, *, kind: str) -> Sequence[TensorSpec]:  # type: ignore[override]
         check_activation(self.name, kind)
         return (check_same(self.name, x=x, dy=dy),)
-
-    def reference(self, dy: Any, x: Any, *, kind: str) -> Sequence[Any]:  # type: ignore[override]
-        return self.by_kind[kind].reference(dy=dy, x=x)
 
 
 ACTIVATION = register(ActivationOp())

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..expr import variables
 from ..map_kernel import MapKernel
 from ..op import register
 from ..tensor import Tensor, TensorSpec
-from .elementwise import ElementwiseOp, check_same
+from .elementwise import MapOp, check_same
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
-    from ..recorder import Recorder
 
 _A, _B = variables("a b")
 
 
-class AddOp(ElementwiseOp):
+class AddOp(MapOp):
     """a + b."""
 
     name = "add"
@@ -27,14 +26,8 @@ class AddOp(ElementwiseOp):
     def outputs(self, a: TensorSpec, b: TensorSpec) -> Sequence[TensorSpec]:
         return (check_same(self.name, a=a, b=b),)
 
-    def reference(self, a: Any, b: Any) -> Sequence[Any]:
-        return self.kernel.reference(a=a, b=b)
 
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        self.kernel.launch(gpu, outputs[0].size, *inputs, outputs[0])
-
-
-class AddInPlaceOp(ElementwiseOp):
+class AddInPlaceOp(MapOp):
     """a += b."""
 
     name = "add_"
@@ -44,13 +37,6 @@ class AddInPlaceOp(ElementwiseOp):
     def outputs(self, a: TensorSpec, b: TensorSpec) -> Sequence[TensorSpec]:
         check_same(self.name, a=a, b=b)
         return ()
-
-    def reference(self, a: Any, b: Any) -> Sequence[Any]:
-        a += b
-        return ()
-
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        self.kernel.launch(gpu, inputs[0].size, *inputs)
 
 
 ADD = register(AddOp())

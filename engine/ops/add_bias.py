@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..expr import variables
 from ..map_kernel import MapKernel, Operand
 from ..op import register
 from ..tensor import Tensor, TensorSpec
-from .elementwise import ElementwiseOp, check_same
+from .elementwise import MapOp, check_same
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
-    from ..recorder import Recorder
 
 
-class AddBiasOp(ElementwiseOp):
+_Y, _BIAS = variables("y bias")
+
+
+class AddBiasOp(MapOp):
     """y += bias, broadcast over the rows."""
 
     name = "add_bias_"
@@ -24,7 +27,7 @@ class AddBiasOp(ElementwiseOp):
         "add_bias",
         ("y", Operand("bias", "bias", "index % args.width")),
         ("y",),
-        "y = y + bias;",
+        {"y": _Y + _BIAS},
         scalars="uint width",
     )
 
@@ -36,13 +39,11 @@ class AddBiasOp(ElementwiseOp):
             )
         return ()
 
-    def reference(self, y: Any, bias: Any) -> Sequence[Any]:
-        y += bias
-        return ()
+    def scalar_values(self, *specs: TensorSpec) -> tuple[float, ...]:
+        return (specs[1].size,)
 
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        width = inputs[1].size
-        self.kernel.launch(gpu, inputs[0].size, *inputs, width, wide=width % 4 == 0)
+    def allows_wide(self, *specs: TensorSpec) -> bool:
+        return specs[1].size % 4 == 0
 
 
 ADD_BIAS = register(AddBiasOp())

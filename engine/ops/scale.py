@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ..expr import variables
 from ..map_kernel import MapKernel
 from ..op import register
 from ..tensor import Tensor, TensorSpec
-from .elementwise import ElementwiseOp, check_same
+from .elementwise import MapOp, check_same
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
-    from ..recorder import Recorder
 
 _X, _FACTOR = variables("x factor")
 
 
-class ScaleOp(ElementwiseOp):
+class ScaleOp(MapOp):
     """x * factor; the factor is rounded to float32 first."""
 
     name = "scale"
@@ -29,11 +26,8 @@ class ScaleOp(ElementwiseOp):
     def outputs(self, x: TensorSpec, *, factor: float) -> Sequence[TensorSpec]:
         return (check_same(self.name, x=x),)
 
-    def reference(self, x: Any, *, factor: float) -> Sequence[Any]:
-        return self.kernel.reference(x=x, factor=np.float32(factor))
-
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, factor: float) -> None:
-        self.kernel.launch(gpu, outputs[0].size, inputs[0], outputs[0], factor)
+    def scalar_values(self, x: TensorSpec, *, factor: float) -> tuple[float, ...]:
+        return (factor,)
 
 
 SCALE = register(ScaleOp())

@@ -12,11 +12,10 @@ from ..map_kernel import MapKernel, Operand
 from ..op import register
 from ..tensor import Tensor, TensorSpec
 from .activation import activation_of, activation_slope, clamped
-from .elementwise import ElementwiseOp, check_same
+from .elementwise import MapOp, check_same
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
-    from ..recorder import Recorder
 
 _DY, _GATE_VALUE, _UP_VALUE = variables("dy gate up")
 
@@ -32,7 +31,20 @@ def _half(op: str, gate_up: TensorSpec) -> TensorSpec:
     return TensorSpec((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
-class SwigluOp(ElementwiseOp):
+class _HalvesOp(MapOp):
+    """What the two share: one element for each pair of gate and up; gate_up is the last input."""
+
+    def scalar_values(self, *specs: TensorSpec) -> tuple[float, ...]:
+        return (specs[-1].shape[-1] // 2,)
+
+    def num_elements(self, *specs: TensorSpec) -> int:
+        return specs[-1].size // 2
+
+    def allows_wide(self, *specs: TensorSpec) -> bool:
+        return specs[-1].shape[-1] % 8 == 0
+
+
+class SwigluOp(_HalvesOp):
     """y = silu(gate) * up."""
 
     name = "swiglu"
@@ -52,12 +64,8 @@ class SwigluOp(ElementwiseOp):
         gate, up = np.split(gate_up, 2, axis=-1)
         return self.kernel.reference(gate=gate, up=up)
 
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        width = outputs[0].shape[-1]
-        self.kernel.launch(gpu, outputs[0].size, *inputs, outputs[0], width, wide=width % 4 == 0)
 
-
-class SwigluBackwardOp(ElementwiseOp):
+class SwigluBackwardOp(_HalvesOp):
     """d_gate = dy * up * silu'(gate), d_up = dy * silu(gate)."""
 
     name = "swiglu_backward"
@@ -82,10 +90,6 @@ class SwigluBackwardOp(ElementwiseOp):
     def reference(self, dy: Any, gate_up: Any) -> Sequence[Any]:
         gate, up = np.split(gate_up, 2, axis=-1)
         return (np.concatenate(self.kernel.reference(dy=dy, gate=gate, up=up), axis=-1),)
-
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        width = inputs[0].shape[-1]
-        self.kernel.launch(gpu, inputs[0].size, *inputs, outputs[0], width, wide=width % 4 == 0)
 
 
 SWIGLU = register(SwigluOp())
