@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from . import nn
+from .engine import expr
 from .engine.compute_engine import ComputeEngine
 from .engine.cpu_engine import CpuEngine
 from .engine.errors import VkfoldError
+from .engine.expr_derivative import derivative, pullback
 from .engine.kernel import Kernel
 from .engine.plan_engine import PlanEngine
 from .engine.tensor import Tensor, TensorSpec
@@ -53,8 +55,11 @@ __all__ = [
     "VkfoldError",
     "VulkanEngine",
     "default_engine",
+    "derivative",
+    "expr",
     "load",
     "nn",
+    "pullback",
     "save",
     "set_default_engine",
     "tensor",

@@ -6,9 +6,11 @@ infinite: a function clamped where it is flat has derivative 0 there, not infini
 
 from __future__ import annotations
 
-from .expr import Expr, constant, fma, where
+from collections.abc import Mapping
+
+from .expr import Expr, constant, fma, variable, where
 from .expr_simplify import simplify
-from .expr_walk import logistic_tail, topological
+from .expr_walk import logistic_tail, named, topological
 
 _ONE = constant(1.0)
 
@@ -27,6 +29,32 @@ def derivative(root: Expr, of: Expr) -> Expr:
         slopes[node] = _ONE if node is of else _slope(node, [slopes[arg] for arg in node.args])
     found = slopes[root]
     return constant(0.0) if found is None else simplify(found)
+
+
+def pullback(outputs: Expr | Mapping[str, Expr], names: str) -> dict[str, Expr]:
+    """Gradients of a chain for some of its inputs, as expressions for the backward's kernel.
+
+    outputs: as `engine.map` takes them; names: of inputs, with spaces between. Gives for each input `x` an
+    expression called "d_x" of the chain's inputs and of the outputs' gradients, which are variables "d_" + output; "dy"
+    is that of a single expression without a name. Raises ValueError for a name that no output depends on, or when an
+    input is called as a gradient would be.
+    """
+    by_name = {"dy": outputs} if isinstance(outputs, Expr) else {f"d_{name}": root for name, root in outputs.items()}
+    used = named(by_name.values())
+    taken = sorted(set(by_name) & set(used))
+    if taken:
+        raise ValueError(f"pullback: inputs are called {', '.join(taken)}, as gradients of outputs are")
+    gradients = {}
+    for name in names.split():
+        if name not in used:
+            raise ValueError(f"pullback: {name!r} is not among {', '.join(used)}")
+        parts = [(variable(given), derivative(root, variable(name))) for given, root in by_name.items()]
+        terms = [_times(dy, slope) for dy, slope in parts if not _is_zero(slope)]
+        total: Expr | None = None
+        for term in terms:
+            total = _sum(total, term)
+        gradients[f"d_{name}"] = constant(0.0) if total is None else simplify(total)
+    return gradients
 
 
 def _slope(node: Expr, slopes: list[Expr | None]) -> Expr | None:

@@ -22,6 +22,7 @@ from .ops import embedding as embedding_op
 from .ops import fill as fill_op
 from .ops import gradient_norm as gradient_norm_op
 from .ops import layer_norm as layer_norm_op
+from .ops import map as map_op
 from .ops import matmul as matmul_op
 from .ops import multiply as multiply_op
 from .ops import rms_norm as rms_norm_op
@@ -67,6 +68,7 @@ class OpVerbs:
     layer_norm_apply = layer_norm_op.layer_norm_apply
     layer_norm_backward = layer_norm_op.layer_norm_backward
     layer_norm_weight_backward = layer_norm_op.layer_norm_weight_backward
+    map = map_op.map_expressions
     matmul = matmul_op.matmul
     multiply = multiply_op.multiply
     relu = activation_op.relu

@@ -1,0 +1,198 @@
+"""Any elementwise chain as one op, from expressions: compiled when first seen, then kept in memory and on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..expr import Expr, variable, whole
+from ..expr_simplify import simplify
+from ..expr_walk import expanded, named, substitute, topological
+from ..kernel import Kernel
+from ..map_kernel import MapKernel, Operand
+from ..op import register
+from ..tensor import Tensor, TensorSpec
+from .elementwise import MapOp
+
+if TYPE_CHECKING:
+    from ..compute_engine import ComputeEngine
+
+Roots = tuple[Expr, ...]
+
+# How an input lies under the common shape -> where element `index` is found; {n} is the argument with its period.
+_PLACES = {
+    "full": "index",
+    "cycle": "index % args.{n}",  # its shape is the end of the common shape: a bias over rows
+    "repeat": "index / args.{n}",  # its shape is the start, then ones: a number a row
+    "one": "0u",
+}
+
+
+def _common(specs: Iterable[TensorSpec]) -> tuple[int, ...]:
+    return np.broadcast_shapes(*(spec.shape for spec in specs))
+
+
+def _layout(shape: tuple[int, ...], common: tuple[int, ...]) -> tuple[str, int] | None:
+    """Layout and period of an input; None for one that lies otherwise, as [2, 1, 3] under [2, 5, 3]."""
+    if shape == common:
+        return "full", 1
+    size, total = int(np.prod(shape)), int(np.prod(common))
+    if size == 1:
+        return "one", 1
+    aligned = (1,) * (len(common) - len(shape)) + shape
+    first = next(i for i, n in enumerate(aligned) if n != 1)
+    if aligned[first:] == common[first:]:
+        return "cycle", size
+    last = len(aligned) - next(i for i, n in enumerate(reversed(aligned)) if n != 1)
+    return ("repeat", total // max(size, 1)) if aligned[:last] == common[:last] else None
+
+
+@lru_cache(maxsize=1024)
+def _kernel(roots: Roots, layouts: tuple[str, ...], counts: tuple[int, int]) -> MapKernel:
+    inputs = []
+    for i, layout in enumerate(layouts):
+        inputs.append(Operand(f"x{i}", f"x{i}", _PLACES[layout].format(n=f"period{i}"), layout in ("repeat", "one")))
+    scalars = [f"uint period{i}" for i, layout in enumerate(layouts) if layout in ("cycle", "repeat")]
+    scalars += [f"float s{i}" for i in range(counts[0])] + [f"uint n{i}" for i in range(counts[1])]
+    outputs = {f"y{i}": root for i, root in enumerate(roots)}
+    kernel = MapKernel("map", inputs, list(outputs), outputs, scalars=", ".join(scalars))
+    for each in kernel.kernels():  # profiles tell one chain from another
+        each.name = f"map_{hashlib.sha256(each.glsl.encode()).hexdigest()[:8]}{each.name[3:]}"
+    return kernel
+
+
+class MapAnyOp(MapOp):
+    """Outputs y0, y1, ... from tensors x0, x1, ..., numbers s0, s1, ... and whole numbers n0, n1, ..."""
+
+    name = "map"
+    takes_step = True
+
+    def outputs(self, *specs: TensorSpec, roots: Roots, **_: Any) -> Sequence[TensorSpec]:
+        return (TensorSpec(_common(specs)),) * len(roots)
+
+    def map_kernel(  # type: ignore[override]
+        self, *, roots: Roots, layouts: tuple[str, ...], counts: tuple[int, int], **_: Any
+    ) -> MapKernel:
+        return _kernel(roots, layouts, counts)
+
+    def scalar_values(self, *specs: TensorSpec, numbers: tuple[float, ...], **_: Any) -> tuple[float, ...]:
+        return (*(period for layout, period in _layouts(specs) if layout in ("cycle", "repeat")), *numbers)
+
+    def num_elements(self, *specs: TensorSpec) -> int:
+        return TensorSpec(_common(specs)).size
+
+    def allows_wide(self, *specs: TensorSpec) -> bool:
+        return all(period % 4 == 0 for layout, period in _layouts(specs) if layout in ("cycle", "repeat"))
+
+    def flops(self, *specs: TensorSpec, roots: Roots, **_: Any) -> int:
+        return sum(bool(node.args) for node in topological(expanded(roots))) * self.num_elements(*specs)
+
+    def kernels(self) -> Iterable[Kernel]:
+        return ()  # there are as many as there are expressions
+
+
+def _layouts(specs: Sequence[TensorSpec]) -> list[tuple[str, int]]:
+    common = _common(specs)
+    return [_layout(spec.shape, common) or ("", 0) for spec in specs]
+
+
+MAP = register(MapAnyOp())
+
+
+@lru_cache(maxsize=1024)
+def _canonical(roots: Roots, tensors: tuple[str, ...], numbers: tuple[str, ...], wholes: tuple[str, ...]) -> Roots:
+    """The expressions simplified and with names of their own.
+
+    Chains that differ in names alone are one kernel, and no name can be a word of GLSL.
+    """
+    new = {variable(name): variable(f"x{i}") for i, name in enumerate(tensors)}
+    new |= {variable(name): variable(f"s{i}") for i, name in enumerate(numbers)}
+    new |= {whole(name): whole(f"n{i}") for i, name in enumerate(wholes)}
+    return tuple(substitute([simplify(root) for root in roots], new))
+
+
+def map_expressions(
+    engine: ComputeEngine, what: Expr | Mapping[str, Expr], /, **inputs: Tensor | float
+) -> Tensor | dict[str, Tensor]:
+    """An expression (engine/expr.py) of tensors in one dispatch: gives a tensor, or for a mapping one for each name.
+
+    inputs: for every variable of the expressions a float32 tensor, or a number; for every `whole` one an integer. The
+    outputs have the common shape; a tensor may lack leading dimensions (a bias) or have 1 for trailing ones (a number a
+    row), as NumPy broadcasts. The kernel is compiled when such an expression is first used and kept in the cache
+    folder; other numbers or shapes need no other. Bits are those of the expression as written, each operation rounded
+    once. Gradients: `pullback` (engine/expr_derivative.py).
+
+    Raises ValueError for names that do not match, other types or shapes, or more than 128 bytes of arguments (about 14
+    tensors).
+    """
+    outputs = {"": what} if isinstance(what, Expr) else dict(what)
+    if not outputs:
+        raise ValueError("map: no expression is given")
+    roots = tuple(outputs.values())
+    for name, root in outputs.items():
+        if not isinstance(root, Expr) or root.kind != "f":
+            raise ValueError(f"map: output {name!r} is {root!r}, no float: cast(condition, 'float32') makes one of it")
+    floats, wholes = named(roots), named(roots, "whole")
+    _check_names({*floats, *wholes}, inputs)
+    tensors = [name for name in floats if isinstance(inputs[name], Tensor)]
+    numbers = [name for name in floats if name not in tensors]
+    given: list[Any] = [inputs[name] for name in tensors]
+    layouts = _checked_layouts(tensors, given)
+    made = engine.execute(
+        MAP,
+        tuple(given),
+        roots=_canonical(roots, tuple(tensors), tuple(numbers), tuple(wholes)),
+        layouts=layouts,
+        counts=(len(numbers), len(wholes)),
+        numbers=(
+            *(_number(name, inputs[name]) for name in numbers),
+            *(_integer(name, inputs[name]) for name in wholes),
+        ),
+    )
+    return made[0] if isinstance(what, Expr) else dict(zip(outputs, made, strict=True))
+
+
+def _check_names(wanted: set[str], inputs: Mapping[str, Any]) -> None:
+    missing, unknown = sorted(wanted - set(inputs)), sorted(set(inputs) - wanted)
+    if missing or unknown:
+        what = f"no value for {', '.join(missing)}" if missing else f"nothing is called {', '.join(unknown)}"
+        raise ValueError(f"map: {what}; the expressions have {', '.join(sorted(wanted)) or 'no variables'}")
+
+
+def _checked_layouts(names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    if not tensors:
+        raise ValueError("map: at least one input must be a tensor: it gives the shape")
+    shapes = ", ".join(f"{name} {tensor.shape}" for name, tensor in zip(names, tensors, strict=True))
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.dtype != "float32":
+            raise ValueError(f"map: {name} is {tensor.dtype}, needed is float32: cast it first")
+    try:
+        common = _common([tensor.spec for tensor in tensors])
+    except ValueError:
+        raise ValueError(f"map: shapes do not go together: {shapes}") from None
+    layouts = []
+    for name, tensor in zip(names, tensors, strict=True):
+        found = _layout(tensor.shape, common)
+        if found is None:
+            raise ValueError(
+                f"map: {name} of shape {tensor.shape} is neither the end nor the start of {common} ({shapes}): "
+                "bring it to the common shape first"
+            )
+        layouts.append(found[0])
+    return tuple(layouts)
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, (int, float, np.floating, np.integer)) or isinstance(value, bool):
+        raise ValueError(f"map: {name} is {value!r}, needed is a tensor or a number")
+    return float(value)
+
+
+def _integer(name: str, value: Any) -> int:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not 0 <= value < 2**32:
+        raise ValueError(f"map: {name} is {value!r}, needed is a whole number of 32 bits")
+    return int(value)
