@@ -169,6 +169,9 @@ class ComputeEngine(OpVerbs, ABC):
             self.restored_bytes += tensor.nbytes
         return tensor
 
+    def start_copies(self) -> None:
+        """Hand the copies recorded so far to the device now; later ones are then waited for apart from them."""
+
     @abstractmethod
     def _copy_to_host(self, tensor: Tensor) -> HostCopy:
         """Carry out `offload`."""

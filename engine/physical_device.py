@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 MIN_API = (1, 2)
 TYPES = ("other", "integrated", "discrete", "virtual", "cpu")  # VkPhysicalDeviceType 0..4
+_GRAPHICS, _COMPUTE, _TRANSFER, _VIDEO = 0x1, 0x2, 0x4, 0x60  # VkQueueFlagBits
+_CAN_COPY = _GRAPHICS | _COMPUTE | _TRANSFER  # the first two imply the third
 # VkSubgroupFeatureFlagBits that the kernels use
 SUBGROUP_OPERATIONS = {0x1: "basic", 0x2: "vote", 0x4: "arithmetic", 0x8: "ballot", 0x10: "shuffle"}
 
@@ -27,6 +30,37 @@ class MemoryType:
 
     flags: int
     heap: int
+
+
+class QueueFamily(NamedTuple):
+    """Queues of one kind: VkQueueFlags, how many there are, and valid bits of their timestamps."""
+
+    flags: int
+    num_queues: int
+    timestamp_bits: int = 0
+
+
+def compute_family(families: Sequence[QueueFamily]) -> int | None:
+    """The first family that computes; None where there is none."""
+    return next((i for i, family in enumerate(families) if family.flags & _COMPUTE and family.num_queues), None)
+
+
+def transfer_queue(families: Sequence[QueueFamily], compute: int | None) -> tuple[int, int] | None:
+    """(family, index) of the best queue for copies beside the first one of the family that computes, or None.
+
+    A family that only copies stands for copy engines that do nothing else; then any other family without graphics,
+    then a second queue of the same family, then any.
+    """
+    if compute is None:
+        return None
+    others = [i for i, family in enumerate(families) if i != compute and family.num_queues and family.flags & _CAN_COPY]
+    for excluded in (_GRAPHICS | _COMPUTE | _VIDEO, _GRAPHICS | _VIDEO):
+        for i in others:
+            if not families[i].flags & excluded:
+                return i, 0
+    if families[compute].num_queues > 1:
+        return compute, 1
+    return (others[0], 0) if others else None
 
 
 @dataclass(frozen=True)
@@ -58,6 +92,7 @@ class PhysicalDevice:
     timestamp_period: float = 1.0  # nanoseconds a tick
     compute_family: int | None = 0
     timestamp_bits: int = 64
+    transfer_queue: tuple[int, int] | None = None  # (family, index) of a queue for copies beside the compute queue
     features: frozenset[str] = frozenset({"bufferDeviceAddress"})
     extensions: frozenset[str] = field(default=frozenset(), repr=False)
     heaps: tuple[MemoryHeap, ...] = ()

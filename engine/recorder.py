@@ -14,6 +14,7 @@ from .errors import VkfoldError
 from .kernel import Kernel
 from .kernel_registry import spirv_for
 from .tensor import Tensor
+from .transfer_queue import TransferQueue
 from .vulkan_api import Buffer, CommandBuffer, Device, Fence
 
 MAX_GROUPS = 65535  # promised by every Vulkan device, per dimension
@@ -62,11 +63,14 @@ class Recorder:
         self.num_submits = 0
         # Called before anything but an op's own commands is recorded: ops may be held back (fusion.py).
         self.before_recording: Callable[[], None] = lambda: None
+        self.transfers: TransferQueue | None = None  # a second queue, once tensors are offloaded on one
 
     # -- recording ---------------------------------------------------------------------------------------------------
     def _open(self) -> Batch:
         batch = self._current
         if batch is None:
+            if self.transfers is not None:
+                self.transfers.submit()
             if self._spare:
                 batch = self._spare.pop()
             else:
@@ -74,6 +78,10 @@ class Recorder:
             batch.commands.begin()
             self._current = batch
         return batch
+
+    def open_batch(self) -> None:
+        """See to it that a batch is open: it will be submitted even if nothing more is recorded."""
+        self._open()
 
     def pipeline(self, kernel: Kernel) -> Any:
         """The compiled pipeline of a kernel, made at first use."""
@@ -241,7 +249,10 @@ class Recorder:
         self._staging_used = STAGING_BYTES
         batch.commands.host_barrier()
         batch.commands.end()
-        self.device.submit(batch.commands, batch.fence)
+        if self.transfers is None:
+            self.device.submit(batch.commands, batch.fence)
+        else:
+            self.transfers.submit_compute(batch.commands, batch.fence)
         self._in_flight.append(batch)
         self.num_submits += 1
         while self._in_flight and self._in_flight[0].fence.is_signaled():
@@ -251,6 +262,8 @@ class Recorder:
         """Wait for all submitted batches and reclaim what they held."""
         while self._in_flight:
             self._reclaim(self._in_flight.pop(0))
+        if self.transfers is not None:
+            self.transfers.wait()
 
     def _reclaim(self, batch: Batch) -> None:
         batch.fence.wait()
@@ -270,6 +283,8 @@ class Recorder:
     def retire(self, buffer: Buffer) -> None:
         """Destroy a buffer once nothing recorded or submitted so far can still use it."""
         self.before_recording()
+        if self.transfers is not None:
+            self.transfers.before_retire()
         if self._current is not None:
             self._current.retired.append(buffer)
         elif self._in_flight:
@@ -281,6 +296,9 @@ class Recorder:
         """Submit what is recorded, wait for everything, destroy everything."""
         self.submit()
         self.wait()
+        if self.transfers is not None:
+            self.transfers.close()
+            self.transfers = None
         for batch in self._spare:
             batch.commands.destroy()
             batch.fence.destroy()

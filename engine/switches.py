@@ -44,6 +44,12 @@ def _on_off(value: str) -> bool:
     return value == "1"
 
 
+def _transfer_queue(value: str) -> str:
+    if value not in ("auto", "off", "shared"):
+        raise ValueError("expected auto, off or shared")
+    return value
+
+
 def _folder(value: str) -> Path:
     path = Path(value).expanduser()
     if path.exists() and not path.is_dir():
@@ -83,6 +89,14 @@ SWITCHES: dict[str, Switch] = {
             False,
             _on_off,
             "1: hash every recomputed tensor and name the first that is not what forward made; slow",
+        ),
+        Switch(
+            "VKFOLD_TRANSFER_QUEUE",
+            "text",
+            "auto",
+            _transfer_queue,
+            "where offloaded activations are copied. auto: on a queue of their own where the device has one; off: on "
+            "the compute queue; shared: as auto, but both queues are the same one (a test of the ordering)",
         ),
         Switch("VKFOLD_LOG", "level", "warning", _log_level, f"what to log: {', '.join(_LOG_LEVELS)}"),
     )

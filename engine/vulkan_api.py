@@ -6,5 +6,16 @@ from .physical_device import PhysicalDevice
 from .vulkan_commands import CommandBuffer, Fence, QueryPool
 from .vulkan_device import Buffer, Device, Pipeline
 from .vulkan_instance import Instance
+from .vulkan_timeline import Timeline
 
-__all__ = ["Buffer", "CommandBuffer", "Device", "Fence", "Instance", "PhysicalDevice", "Pipeline", "QueryPool"]
+__all__ = [
+    "Buffer",
+    "CommandBuffer",
+    "Device",
+    "Fence",
+    "Instance",
+    "PhysicalDevice",
+    "Pipeline",
+    "QueryPool",
+    "Timeline",
+]

@@ -39,9 +39,10 @@ class CommandBuffer:
         "pointer",
     )
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, transfer: bool = False) -> None:
         lib, ffi, _, null = binding()
-        self._device, self._null, self._pool = device, null, device.command_pool
+        self._device, self._null = device, null
+        self._pool = device.transfer_pool if transfer else device.command_pool
         info = struct("VkCommandBufferAllocateInfo", commandPool=self._pool, level=0, commandBufferCount=1)
         out = ffi.new("VkCommandBuffer*")
         check(lib.vkAllocateCommandBuffers(device.handle, info, out), "vkAllocateCommandBuffers")
@@ -54,7 +55,9 @@ class CommandBuffer:
         self._dispatch_call = device.function("vkCmdDispatch")
         self._barrier_call = device.function("vkCmdPipelineBarrier")
         self._compute = lib.VK_SHADER_STAGE_COMPUTE_BIT
-        self._stages = lib.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | lib.VK_PIPELINE_STAGE_TRANSFER_BIT
+        self._stages = lib.VK_PIPELINE_STAGE_TRANSFER_BIT
+        if not transfer:  # a queue that only copies has no other stage
+            self._stages |= lib.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT
         self._host_stage = lib.VK_PIPELINE_STAGE_HOST_BIT
         self._access_barrier = struct(
             "VkMemoryBarrier",

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from .physical_device import TYPES, MemoryHeap, MemoryType, PhysicalDevice
+from .physical_device import (
+    TYPES,
+    MemoryHeap,
+    MemoryType,
+    PhysicalDevice,
+    QueueFamily,
+    compute_family,
+    transfer_queue,
+)
 from .vulkan_binding import binding, enumerate_all, link, struct, text
 
 API_1_2 = (1 << 22) | (2 << 12)
 # Feature names by the struct that carries them; only these are asked about and enabled.
 FEATURES_1_2 = ("bufferDeviceAddress", "scalarBlockLayout", "shaderFloat16", "shaderInt8", "subgroupBroadcastDynamicId",
-                "hostQueryReset", "vulkanMemoryModel", "vulkanMemoryModelDeviceScope")  # fmt: skip
+                "hostQueryReset", "timelineSemaphore", "vulkanMemoryModel", "vulkanMemoryModelDeviceScope")  # fmt: skip
 FEATURES_SUBGROUP = ("subgroupSizeControl", "computeFullSubgroups")
 FEATURES_BASE = ("shaderInt64", "shaderFloat64", "shaderInt16")
 
@@ -51,7 +59,9 @@ def describe_device(index: int, handle: Any) -> PhysicalDevice:
     names += [name for name in FEATURES_SUBGROUP if getattr(fcontrol, name)]
     names += [name for name in FEATURES_BASE if getattr(features.features, name)]
     heaps, types = _memory(handle, "VK_EXT_memory_budget" in extensions)
-    family, bits = _compute_family(handle)
+    queues = _queue_families(handle)
+    family = compute_family(queues)
+    can_order = "timelineSemaphore" in names
     limits = base.limits
     allocation = v11.maxMemoryAllocationSize if modern else 2**30
     if maintenance4 and buffers.maxBufferSize:
@@ -81,7 +91,8 @@ def describe_device(index: int, handle: Any) -> PhysicalDevice:
         max_allocation_bytes=allocation,
         timestamp_period=limits.timestampPeriod,
         compute_family=family,
-        timestamp_bits=bits,
+        timestamp_bits=queues[family].timestamp_bits if family is not None else 0,
+        transfer_queue=transfer_queue(queues, family) if can_order else None,
         features=frozenset(names),
         extensions=extensions,
         heaps=heaps,
@@ -120,7 +131,7 @@ def heap_budgets(handle: Any) -> tuple[MemoryHeap, ...]:
     return _memory(handle, True)[0]
 
 
-def _compute_family(handle: Any) -> tuple[int | None, int]:
+def _queue_families(handle: Any) -> tuple[QueueFamily, ...]:
     lib = binding().lib
     array, count = enumerate_all(
         lib.vkGetPhysicalDeviceQueueFamilyProperties,
@@ -128,7 +139,6 @@ def _compute_family(handle: Any) -> tuple[int | None, int]:
         handle,
         call="vkGetPhysicalDeviceQueueFamilyProperties",
     )
-    for index in range(count):
-        if array[index].queueFlags & lib.VK_QUEUE_COMPUTE_BIT and array[index].queueCount:
-            return index, array[index].timestampValidBits
-    return None, 0
+    return tuple(
+        QueueFamily(array[i].queueFlags, array[i].queueCount, array[i].timestampValidBits) for i in range(count)
+    )

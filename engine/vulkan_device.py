@@ -1,4 +1,4 @@
-"""VkDevice with one compute queue: buffers with addresses, pipelines with a cache on disk, submits."""
+"""VkDevice with a queue that computes, and one for copies where there is one: buffers, cached pipelines, submits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .vulkan_commands import CommandBuffer, Fence, QueryPool
 from .vulkan_describe import FEATURES_1_2, FEATURES_BASE, FEATURES_SUBGROUP, heap_budgets
 from .vulkan_instance import Instance
 from .vulkan_pipeline import PUSH_BYTES, Pipeline, make_pipeline
+from .vulkan_timeline import Point, Timeline, submit_ordered
 
 # Optional device extensions that are enabled where offered.
 _EXTENSIONS = ("VK_KHR_portability_subset", "VK_EXT_memory_budget", "VK_EXT_subgroup_size_control")
@@ -59,7 +60,8 @@ class Device:
         self.buffer_bytes = 0
         self.num_pipelines_made = 0
         self._functions: dict[str, Any] = {}
-        self.command_pool = self.pipeline_layout = self._cache = binding().null  # destroying null is allowed
+        self.command_pool = self.transfer_pool = binding().null  # destroying null is allowed
+        self.pipeline_layout = self._cache = binding().null
         self._make_device()
         try:
             self._make_shared_objects()
@@ -81,42 +83,54 @@ class Device:
         for name in FEATURES_BASE:
             setattr(features.features, name, int(name in physical.features))
         link(features, f12, subgroup if "VK_EXT_subgroup_size_control" in self.extensions else None)
-        priority = ffi.new("float*", 1.0)
-        queue = struct(
-            "VkDeviceQueueCreateInfo",
-            queueFamilyIndex=physical.compute_family,
-            queueCount=1,
-            pQueuePriorities=priority,
-        )
+        assert physical.compute_family is not None
+        copies = self.transfer_queue = self._choose_transfer_queue()
+        self.families = sorted({physical.compute_family, copies[0]} if copies else {physical.compute_family})
+        priorities = ffi.new("float[]", [1.0, 1.0])
+        queues = ffi.new("VkDeviceQueueCreateInfo[]", len(self.families))
+        for info, family in zip(queues, self.families, strict=True):
+            info.sType = ffi.cast("VkStructureType", lib.VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO)
+            info.queueFamilyIndex, info.pQueuePriorities = family, priorities
+            info.queueCount = 1 + copies[1] if copies and copies[0] == family else 1
         keep: list[Any] = []
         info = struct(
             "VkDeviceCreateInfo",
             pNext=features,
-            queueCreateInfoCount=1,
-            pQueueCreateInfos=queue,
+            queueCreateInfoCount=len(self.families),
+            pQueueCreateInfos=queues,
             enabledExtensionCount=len(self.extensions),
             ppEnabledExtensionNames=string_array(self.extensions, keep),
         )
         out = ffi.new("VkDevice*")
         check(lib.vkCreateDevice(physical.handle, info, null, out), "vkCreateDevice")
-        del f12, subgroup, features, priority, queue, keep
+        del f12, subgroup, features, priorities, queues, keep
         self.handle = out[0]
         queue_out = ffi.new("VkQueue*")
         lib.vkGetDeviceQueue(self.handle, physical.compute_family, 0, queue_out)
         self.queue: Any = queue_out[0]
+        if copies is not None:
+            lib.vkGetDeviceQueue(self.handle, *copies, queue_out)
+            self._copy_queue: Any = queue_out[0]
+
+    def _choose_transfer_queue(self) -> tuple[int, int] | None:
+        wish = switches.get("VKFOLD_TRANSFER_QUEUE")
+        if wish == "shared" and "timelineSemaphore" in self.physical.features:
+            assert self.physical.compute_family is not None
+            return self.physical.compute_family, 0
+        return self.physical.transfer_queue if wish == "auto" else None
+
+    @property
+    def has_transfer_queue(self) -> bool:
+        """Whether copies can be submitted beside what is computed."""
+        return self.transfer_queue is not None
 
     def _make_shared_objects(self) -> None:
         lib, ffi, _, null = binding()
         self._submit_call = self.function("vkQueueSubmit")
         self._submit_info = struct("VkSubmitInfo", commandBufferCount=1)
-        pool_info = struct(
-            "VkCommandPoolCreateInfo",
-            flags=lib.VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT,
-            queueFamilyIndex=self.physical.compute_family,
-        )
-        pool = ffi.new("VkCommandPool*")
-        check(lib.vkCreateCommandPool(self.handle, pool_info, null, pool), "vkCreateCommandPool")
-        self.command_pool = pool[0]
+        self.command_pool = self._make_command_pool(self.physical.compute_family)
+        if self.transfer_queue is not None:
+            self.transfer_pool = self._make_command_pool(self.transfer_queue[0])
         push = ffi.new("VkPushConstantRange*")
         push.stageFlags, push.offset, push.size = lib.VK_SHADER_STAGE_COMPUTE_BIT, 0, PUSH_BYTES
         layout_info = struct("VkPipelineLayoutCreateInfo", pushConstantRangeCount=1, pPushConstantRanges=push)
@@ -132,6 +146,14 @@ class Device:
         self._cache = cache[0]
         self._cache_saved = data
         del push, blob
+
+    def _make_command_pool(self, family: int | None) -> Any:
+        lib, ffi, _, null = binding()
+        reset = lib.VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT
+        info = struct("VkCommandPoolCreateInfo", flags=reset, queueFamilyIndex=family)
+        pool = ffi.new("VkCommandPool*")
+        check(lib.vkCreateCommandPool(self.handle, info, null, pool), "vkCreateCommandPool")
+        return pool[0]
 
     def function(self, name: str) -> Any:
         """A device function past the loader's dispatch, for the hot path."""
@@ -169,6 +191,10 @@ class Device:
         usage |= lib.VK_BUFFER_USAGE_STORAGE_BUFFER_BIT | lib.VK_BUFFER_USAGE_SHADER_DEVICE_ADDRESS_BIT
         out = ffi.new("VkBuffer*")
         info = struct("VkBufferCreateInfo", size=nbytes, usage=usage)
+        if len(self.families) > 1:  # both queues use it at any time: no ownership to hand over
+            families = ffi.new("uint32_t[]", self.families)
+            info.sharingMode = lib.VK_SHARING_MODE_CONCURRENT
+            info.queueFamilyIndexCount, info.pQueueFamilyIndices = len(self.families), families
         self._check_memory(lib.vkCreateBuffer(self.handle, info, null, out), "vkCreateBuffer", nbytes)
         handle, memory = out[0], None
         try:
@@ -291,9 +317,13 @@ class Device:
             self._cache_saved = blob
 
     # -- commands ----------------------------------------------------------------------------------------------------
-    def create_command_buffer(self) -> CommandBuffer:
-        """A new command buffer."""
-        return CommandBuffer(self)
+    def create_command_buffer(self, transfer: bool = False) -> CommandBuffer:
+        """A new command buffer, of the compute queue or of the one for copies."""
+        return CommandBuffer(self, transfer)
+
+    def create_timeline(self) -> Timeline:
+        """A new timeline at 0. Only where `has_transfer_queue`."""
+        return Timeline(self)
 
     def create_fence(self) -> Fence:
         """A new unsignalled fence."""
@@ -313,6 +343,14 @@ class Device:
         if result:
             check(result, "vkQueueSubmit")
 
+    def submit_compute(self, commands: CommandBuffer, fence: Fence, wait: Point | None, signal: Point) -> None:
+        """`submit`, behind a value of a timeline, and with a value that it raises another to."""
+        submit_ordered(self.queue, commands, fence, wait, signal)
+
+    def submit_copies(self, commands: CommandBuffer, wait: Point, signal: Point) -> None:
+        """The same on the queue for copies."""
+        submit_ordered(self._copy_queue, commands, None, wait, signal)
+
     def destroy(self) -> None:
         """Save the pipeline cache and destroy the device, whose buffers and pipelines are gone. Safe to call twice."""
         if self.handle is None:
@@ -323,5 +361,6 @@ class Device:
         lib.vkDestroyPipelineCache(self.handle, self._cache, null)
         lib.vkDestroyPipelineLayout(self.handle, self.pipeline_layout, null)
         lib.vkDestroyCommandPool(self.handle, self.command_pool, null)
+        lib.vkDestroyCommandPool(self.handle, self.transfer_pool, null)
         lib.vkDestroyDevice(self.handle, null)
         self.handle = None

@@ -23,6 +23,7 @@ from .pooled_engine import PooledEngine
 from .recorder import Recorder, buffer_of
 from .step_parameters import StepParameters
 from .tensor import Storage, Tensor
+from .transfer_queue import TransferQueue
 from .vulkan_api import Buffer, Device, Instance
 
 
@@ -116,6 +117,8 @@ class VulkanEngine(PooledEngine):
         return range_.block.handle.address + range_.offset
 
     def _launch(self, op: Op, rule: Rule, inputs: Sequence[Tensor | None], made: list[Tensor], settings: Any) -> None:
+        if self.recorder.transfers is not None:
+            self.recorder.transfers.before_use(inputs, [inputs[i] for i in op.writes])
         if self.fusion is not None:
             self.fusion.add(Call(op, rule.cost, inputs, made, len(rule.outputs), settings))
             return
@@ -150,6 +153,8 @@ class VulkanEngine(PooledEngine):
     def _give_back(self, storage: Storage) -> None:
         if self._checks is not None and not self.closed:
             self._checks.freed(storage)
+        if self.recorder.transfers is not None:
+            self.recorder.transfers.freed(storage)
         super()._give_back(storage)
 
     def dispatch(self, kernel: Kernel, num_groups: int, *args: Any) -> None:
@@ -165,6 +170,9 @@ class VulkanEngine(PooledEngine):
             if isinstance(arg, Tensor) and arg.engine is not self:
                 raise ValueError(f"kernel {kernel.name!r}: a tensor lives on {arg.engine.name}, not on {self.name}")
         self.recorder.before_recording()
+        tensors = [arg[0] if isinstance(arg, tuple) else arg for arg in args]
+        tensors = [arg for arg in tensors if isinstance(arg, Tensor)]
+        self._before_use(tensors, tensors)
         self.recorder.op_work = 0.0
         self.recorder.dispatch(kernel, num_groups, *args)
 
@@ -179,6 +187,7 @@ class VulkanEngine(PooledEngine):
         self.check_open()
         data = self.checked_array(tensor, array)
         if data.nbytes:
+            self._before_use((tensor,), (tensor,))
             buffer, offset = buffer_of(tensor)
             raw = data.tobytes()
             self.recorder.write(buffer, offset, raw + b"\0" * (-len(raw) % 4))
@@ -186,15 +195,40 @@ class VulkanEngine(PooledEngine):
     def download(self, tensor: Tensor) -> np.ndarray:
         """The tensor's values. Submits what is recorded and waits for it."""
         self.check_open()
+        self._before_use((tensor,))
         buffer, offset = buffer_of(tensor)
         raw = self.recorder.read(buffer, offset, tensor.nbytes)
         return np.frombuffer(raw, numpy_dtype(tensor.dtype)).reshape(tensor.shape)
 
     def _record_offload(self, tensor: Tensor, range_: PoolRange) -> None:
-        self.recorder.copy_buffer(*buffer_of(tensor), range_.block.handle, range_.offset, tensor.nbytes)
+        transfers = self._transfer_queue()
+        if transfers is None:
+            self.recorder.copy_buffer(*buffer_of(tensor), range_.block.handle, range_.offset, tensor.nbytes)
+        else:
+            transfers.copy_out(tensor, buffer_of(tensor), (range_.block.handle, range_.offset), tensor.nbytes)
 
     def _record_restore(self, range_: PoolRange, tensor: Tensor) -> None:
-        self.recorder.copy_buffer(range_.block.handle, range_.offset, *buffer_of(tensor), tensor.nbytes)
+        transfers = self._transfer_queue()
+        if transfers is None:
+            self.recorder.copy_buffer(range_.block.handle, range_.offset, *buffer_of(tensor), tensor.nbytes)
+        else:
+            transfers.copy_back(tensor, (range_.block.handle, range_.offset), buffer_of(tensor), tensor.nbytes)
+
+    def _transfer_queue(self) -> TransferQueue | None:
+        recorder = self.recorder
+        # The checks poison and compare memory on the compute queue: they want everything in one order.
+        if recorder.transfers is None and self.device.has_transfer_queue and self._checks is None:
+            TransferQueue(recorder)
+        return recorder.transfers
+
+    def _before_use(self, used: Sequence[Tensor], changed: Sequence[Tensor] = ()) -> None:
+        if self.recorder.transfers is not None:
+            self.recorder.transfers.before_use(used, changed)
+
+    def start_copies(self) -> None:
+        """Hand the copies recorded so far to the queue for copies, where there is one."""
+        if self.recorder.transfers is not None:
+            self.recorder.transfers.submit()
 
     # -- batches -----------------------------------------------------------------------------------------------------
     def begin_batch(self) -> None:
@@ -207,6 +241,7 @@ class VulkanEngine(PooledEngine):
     def flush_batch(self) -> None:
         """Submit what is recorded and go on; does not wait."""
         self.recorder.submit()
+        self.start_copies()
 
     def end_batch(self) -> None:
         """Submit, wait for everything submitted, destroy what was pending."""

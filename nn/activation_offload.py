@@ -24,25 +24,36 @@ class ActivationOffload:
 
     `store` moves kept tensors to the host, `prefetch` starts bringing a block's back, `bring_back` puts them where they
     were and forgets the entry, whose host memory is then free. A tensor kept under several names is copied once.
+
+    Tensors that were stored last stay on the device until the next `store` or `settle`, so that their copies overlap
+    what is computed meanwhile where the device has a queue for copies; elsewhere too, so that the plan is one.
     """
 
     def __init__(self, engine: ComputeEngine) -> None:
         self.engine = engine
         self._entries: dict[int, _Entry] = {}
+        self._leaving: list[Tensor] = []  # stored last
 
     def store(self, index: int, kept: Iterable[tuple[str, dict[str, Tensor], str]]) -> None:
         """Move the tensors to the host: (label, the dict that holds it, its key), taken out of the dicts."""
         copies: dict[tuple[int, int, object], HostCopy] = {}
         places = []
+        leaving = []
         for label, holder, name in kept:
             tensor = holder.pop(name)
             key = id(tensor.storage), tensor.offset, tensor.spec
             if key not in copies:
                 self.engine.note_kind(tensor, ACTIVATIONS, label)
                 copies[key] = self.engine.offload(tensor)
+                leaving.append(tensor)
             places.append((holder, name, copies[key]))
         if places:
             self._entries[index] = _Entry(places, [])
+        self._leaving = leaving  # what was in it is given up: the device waits for its copies before it goes on
+
+    def settle(self) -> None:
+        """Give up the tensors that were stored last."""
+        self._leaving = []
 
     def prefetch(self, index: int) -> None:
         """Start bringing a block's tensors back. Harmless when done before, or when nothing was stored."""
@@ -57,12 +68,14 @@ class ActivationOffload:
         self.prefetch(index)
         entry = self._entries.pop(index, None)
         if entry is not None:
+            self.engine.start_copies()  # the block prefetched next is not waited for with this one
             for (holder, name, _), tensor in zip(entry.places, entry.tensors, strict=True):
                 holder[name] = tensor
 
     def clear(self) -> None:
         """Forget everything; the host memory is free."""
         self._entries.clear()
+        self.settle()
 
     @property
     def nbytes(self) -> int:

@@ -169,6 +169,7 @@ class GPTModel(Layer):
         hidden = self._hidden(self.checked_tokens(tokens))
         rows = hidden.reshape(-1, self.config.d_model)
         logits = self.engine.matmul(rows, self.head.data, trans_b=True)
+        self._offloaded.settle()
         return logits.reshape(*hidden.shape[:-1], self.config.vocab_size)
 
     def loss(self, tokens: np.ndarray | Tensor, targets: np.ndarray | Tensor) -> Tensor:
@@ -181,7 +182,9 @@ class GPTModel(Layer):
         if targets.shape != tokens.shape:
             raise BadInputError(f"targets {targets.shape} and tokens {tokens.shape} differ in shape")
         hidden = self._hidden(tokens)
-        return self.head_loss.forward(hidden.reshape(-1, self.config.d_model), targets.reshape(-1))
+        loss = self.head_loss.forward(hidden.reshape(-1, self.config.d_model), targets.reshape(-1))
+        self._offloaded.settle()
+        return loss
 
     def logits_last(self, tokens: np.ndarray | Tensor) -> Tensor:
         """Logits [batch, vocab] of the token that follows each row of tokens [batch, seq]. Keeps nothing."""

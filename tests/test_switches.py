@@ -24,6 +24,7 @@ ROOT = Path(switches.__file__).resolve().parent.parent
         ("VKFOLD_CACHE_DIR", "/some/where", Path("/some/where")),
         ("VKFOLD_VARIANT", "matmul=tile_8x8", "matmul=tile_8x8"),
         ("VKFOLD_CHECK_RECOMPUTE", "1", True),
+        ("VKFOLD_TRANSFER_QUEUE", "shared", "shared"),
         ("VKFOLD_LOG", "DEBUG", "debug"),
     ],
 )
@@ -40,6 +41,8 @@ def test_defaults_where_unset_or_empty() -> None:
             "VKFOLD_CACHE_DIR": None,
             "VKFOLD_VARIANT": None,
             "VKFOLD_CHECK_RECOMPUTE": False,
+            "VKFOLD_FUSION": True,
+            "VKFOLD_TRANSFER_QUEUE": "auto",
             "VKFOLD_LOG": "warning",
         }
 
