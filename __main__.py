@@ -1,8 +1,12 @@
-"""`python -m vkfold`: the devices there are, what is used of them, the folders of caches, the switches that are set."""
+"""`python -m vkfold`: the devices there are, what is used of them, the folders of caches, the switches that are set.
+
+`python -m vkfold kernels` lists the kernels instead (tools/kernels.py).
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from rich.console import Console
@@ -14,12 +18,18 @@ from .engine.errors import VkfoldError
 from .engine.kernel import SHADER_DIR
 from .engine.physical_device import PhysicalDevice
 from .engine.vulkan_api import Instance
+from .tools import kernels
 
 _USED = ("bufferDeviceAddress", "subgroupSizeControl", "computeFullSubgroups", "subgroupBroadcastDynamicId")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
     """Print the report. 0 when there is a usable device, 2 when not."""
+    if arguments:
+        if arguments[0] == "kernels":
+            return kernels.main(arguments[1:])
+        print(f"python -m vkfold takes nothing, or `kernels`, not {arguments[0]!r}", file=sys.stderr)
+        return 2
     console = Console(highlight=False)
     code = 0
     try:
@@ -131,4 +141,4 @@ def _gib(nbytes: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -43,6 +43,18 @@ def cache_path(kernel: Kernel) -> Path:
     return switches.cache_folder() / "spirv" / f"{kernel.digest}-{_revision()}.spv"
 
 
+def origin(kernel: Kernel) -> str:
+    """Where a kernel would come from in a fresh process: "package", "cache", or "" when it must be compiled."""
+    if _shipped(kernel) is not None:
+        return "package"
+    return "cache" if _cached(kernel) is not None else ""
+
+
+def cached_kernels() -> list[Path]:
+    """Files of kernels in the user's cache."""
+    return sorted((switches.cache_folder() / "spirv").glob("*.spv"))
+
+
 def known_kernels() -> Iterator[Kernel]:
     """Every kernel the ops declare, each text once: what is compiled ahead of time."""
     package = importlib.import_module(".ops", __package__)

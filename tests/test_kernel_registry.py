@@ -7,10 +7,12 @@ from pathlib import Path
 import cffi
 import pytest
 
+from vkfold.__main__ import main
 from vkfold.engine import glsl_compiler, kernel_registry
 from vkfold.engine.glsl_compiler import CompilerUnavailableError, compile_glsl, compiler_name
 from vkfold.engine.kernel import Kernel
 from vkfold.engine.kernel_registry import cache_path, known_kernels, spirv_for
+from vkfold.engine.op import OPS
 
 VALIDATOR = """
 typedef struct { const uint32_t *code; size_t wordCount; } spv_const_binary_t;
@@ -147,3 +149,24 @@ def test_every_kernel_is_valid_spirv() -> None:
     assert "OpFunctionEnd" in complaint(spirv[:-4])  # and it would notice
     tools.spvValidatorOptionsDestroy(options)
     tools.spvContextDestroy(context)
+
+
+def test_the_list_of_kernels(
+    compiled: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every op that has kernels is there, with what is compiled already and what is not."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["kernels"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+    for op in OPS.values():
+        assert (op.name in lines) == bool(list(op.kernels())), op
+    assert "2 compiled at first use" in lines["softmax"] and "scalar" in lines["softmax"]
+    for each in OPS["softmax"].kernels():
+        spirv_for(each)
+    assert main(["kernels", "softmax"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert {row[1]: row[-1] for row in rows} == {
+        "softmax_vec4": "cache", "softmax_scalar": "cache",
+        "softmax_backward_vec4": "use", "softmax_backward_scalar": "use",
+    }  # fmt: skip
+    assert main(["kernels", "no such"]) == 1 and main(["kernel"]) == 2
