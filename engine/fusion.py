@@ -23,10 +23,11 @@ Range = tuple[int, int]  # first byte, and the byte behind the last
 class Call:
     """One op that is recorded and not launched yet. Holds addresses and no share in any storage.
 
-    made: outputs, then temporaries. alive: for each output whether anybody can still read it.
+    made: outputs, then temporaries. alive: for each output whether anybody can still read it. parts: names of the ops
+    that were called. scope: the profiler's.
     """
 
-    __slots__ = ("alive", "cost", "examined", "inputs", "made", "num_outputs", "op", "settings")
+    __slots__ = ("alive", "cost", "examined", "inputs", "made", "num_outputs", "op", "parts", "scope", "settings")
 
     def __init__(
         self,
@@ -43,6 +44,8 @@ class Call:
         self.settings = settings
         self.num_outputs = num_outputs
         self.examined = False
+        self.parts: tuple[str, ...] = (op.name,)
+        self.scope: Any = None
         if alive is None:
             self.alive: Sequence[Callable[[], Any]] = [weakref.ref(t.storage) for t in made[:num_outputs]]
             self.inputs = [None if t is None else borrowed(t) for t in inputs]
@@ -179,6 +182,8 @@ class Fusion:
                 self._fired[found.rule] = Fired(times + 1, bytes_before + before, bytes_after + after)
                 calls.pop()
                 found.call.examined = True  # it is the next call's partner as it stands
+                found.call.parts = calls[found.first].parts + last.parts
+                found.call.scope = calls[found.first].scope
                 if found.at_first:
                     calls[found.first] = found.call
                 else:

@@ -15,7 +15,7 @@ from .kernel import Kernel
 from .kernel_registry import spirv_for
 from .tensor import Tensor
 from .transfer_queue import TransferQueue
-from .vulkan_api import Buffer, CommandBuffer, Device, Fence
+from .vulkan_api import Buffer, CommandBuffer, Device, Fence, QueryPool
 
 MAX_GROUPS = 65535  # promised by every Vulkan device, per dimension
 # Work a device surely does in a second, in FLOPs (bytes moved count four times): a floor, not an estimate.
@@ -64,6 +64,7 @@ class Recorder:
         # Called before anything but an op's own commands is recorded: ops may be held back (fusion.py).
         self.before_recording: Callable[[], None] = lambda: None
         self.transfers: TransferQueue | None = None  # a second queue, once tensors are offloaded on one
+        self.trace: Callable[[str], None] | None = None  # hears the kernel of every dispatch; profiler.py
 
     # -- recording ---------------------------------------------------------------------------------------------------
     def _open(self) -> Batch:
@@ -110,6 +111,8 @@ class Recorder:
                 return
             raise ValueError(f"kernel {kernel.name!r}: {num_groups} workgroups; it must be 0 to 2^32 - 1")
         pipeline = self._pipelines.get(kernel) or self.pipeline(kernel)
+        if self.trace is not None:
+            self.trace(kernel.name)
         values = []
         for arg in args:
             kind = type(arg)
@@ -155,6 +158,14 @@ class Recorder:
             f"kernel {kernel.name!r}: argument {arg.name!r} at address {address:#x} is not aligned to "
             f"{arg.alignment} bytes: pass a tensor that starts there or use the scalar kernel"
         )
+
+    def write_timestamp(self, pool: QueryPool, index: int) -> None:
+        """Record writing the time at which everything before has finished."""
+        (self._current or self._open()).commands.write_timestamp(pool, index)
+
+    def reset_queries(self, pool: QueryPool) -> None:
+        """Record making a pool's timestamps writable."""
+        (self._current or self._open()).commands.reset_queries(pool)
 
     def fill_zero(self, tensor: Tensor) -> None:
         """Record zeroing a tensor (its whole aligned range)."""

@@ -20,6 +20,7 @@ from .ops import cross_entropy as cross_entropy_op
 from .ops import dropout as dropout_op
 from .ops import embedding as embedding_op
 from .ops import fill as fill_op
+from .ops import fma_chain as fma_chain_op
 from .ops import gradient_norm as gradient_norm_op
 from .ops import layer_norm as layer_norm_op
 from .ops import map as map_op
@@ -62,6 +63,7 @@ class OpVerbs:
     embedding = embedding_op.embedding
     embedding_backward = embedding_op.embedding_backward
     fill_ = fill_op.fill_
+    fma_chain = fma_chain_op.fma_chain
     gelu = activation_op.gelu
     gradient_norm = gradient_norm_op.gradient_norm
     layer_norm = layer_norm_op.layer_norm

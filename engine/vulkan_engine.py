@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from .step_parameters import StepParameters
 from .tensor import Storage, Tensor
 from .transfer_queue import TransferQueue
 from .vulkan_api import Buffer, Device, Instance
+
+if TYPE_CHECKING:
+    from .profiler import OpProfiler
 
 
 class VulkanBlockSource:
@@ -84,6 +87,7 @@ class VulkanEngine(PooledEngine):
         self.closed = True  # until everything below has worked
         self._checks: MemoryChecks | None = None
         self.fusion: Fusion | None = None  # None: every op is launched when it is called
+        self.profiler: OpProfiler | None = None
         self.debug = switches.get("VKFOLD_DEBUG")
         wanted = device if device is not None else switches.get("VKFOLD_DEVICE")
         self.instance = Instance(validation=self.debug >= 1)
@@ -119,10 +123,16 @@ class VulkanEngine(PooledEngine):
     def _launch(self, op: Op, rule: Rule, inputs: Sequence[Tensor | None], made: list[Tensor], settings: Any) -> None:
         if self.recorder.transfers is not None:
             self.recorder.transfers.before_use(inputs, [inputs[i] for i in op.writes])
-        if self.fusion is not None:
-            self.fusion.add(Call(op, rule.cost, inputs, made, len(rule.outputs), settings))
+        if self.fusion is None and self.profiler is None:
+            self._launch_now(op, rule.cost, inputs, made, settings)
             return
-        self._launch_now(op, rule.cost, inputs, made, settings)
+        call = Call(op, rule.cost, inputs, made, len(rule.outputs), settings)
+        if self.profiler is not None:
+            call.scope = self.profiler.scope
+        if self.fusion is not None:
+            self.fusion.add(call)
+        else:
+            self._launch_call(call)
 
     def _launch_now(
         self, op: Op, cost: Cost, inputs: Sequence[Tensor | None], made: list[Tensor], settings: Any
@@ -137,7 +147,12 @@ class VulkanEngine(PooledEngine):
         self._checks.after_op(op, inputs, made, settings)
 
     def _launch_call(self, call: Call) -> None:
+        profiler = self.profiler
+        if profiler is not None:
+            profiler.begin(call)
         self._launch_now(call.op, call.cost, call.inputs, call.made, call.settings)
+        if profiler is not None:
+            profiler.end()
 
     def execute(self, op: Op, inputs: tuple[Tensor | None, ...], **settings: Any) -> tuple[Tensor, ...]:
         """Allocate the outputs and record the op."""

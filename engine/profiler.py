@@ -1,0 +1,109 @@
+"""Device time of every op, by timestamps written before and after its commands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from .errors import BadInputError
+from .fusion import Call
+from .vulkan_api import QueryPool
+
+if TYPE_CHECKING:
+    from .vulkan_engine import VulkanEngine
+
+_QUERIES = 4096  # timestamps a query pool: a step of more ops takes several
+
+
+class Scope(NamedTuple):
+    """Where an op was called: phase ("forward", "backward", "optimizer", "") and layer ("blocks.3", "head", "")."""
+
+    phase: str = ""
+    layer: str = ""
+
+
+class OpSample(NamedTuple):
+    """One op as it ran. start, seconds: device time; parts: the calls that fusion made one.
+
+    flops, bytes_moved: of the op's cost rule, every tensor read and written once. kernels: name -> dispatches.
+    """
+
+    op: str
+    parts: tuple[str, ...]
+    scope: Scope
+    flops: int
+    bytes_moved: int
+    start: float
+    seconds: float
+    kernels: dict[str, int]
+
+
+class OpProfiler:
+    """Measures all ops of an engine between `attach` and `detach`; `take` gives what ran since the last time.
+
+    `scope` is what ops called from now on belong to: whoever runs the model sets it. Values and their bits do not
+    change; submits stay as they are. Raises BadInputError where the device's queue writes no timestamps.
+    """
+
+    def __init__(self, engine: VulkanEngine) -> None:
+        if not engine.device.physical.timestamp_bits:
+            raise BadInputError(f"{engine.name} writes no timestamps on its compute queue: it cannot be profiled")
+        self.engine = engine
+        self.scope = Scope()
+        self._pools: list[QueryPool] = []
+        self._calls: list[tuple[Call, dict[str, int]]] = []
+        self._kernels: dict[str, int] = {}
+
+    def attach(self) -> None:
+        """Start measuring. Raises BadInputError when the engine has a profiler already."""
+        if self.engine.profiler is not None:
+            raise BadInputError("this engine is being profiled already: detach the other profiler first")
+        self.engine.end_batch()
+        self.engine.profiler = self
+        self.engine.recorder.trace = self._dispatched
+
+    def detach(self) -> None:
+        """Stop measuring, and give the query pools back. What was not taken is lost."""
+        self.engine.end_batch()
+        self.engine.profiler = None
+        self.engine.recorder.trace = None
+        for pool in self._pools:
+            pool.destroy()
+        self._pools.clear()
+        self._calls.clear()
+
+    def begin(self, call: Call) -> None:
+        """An op's commands follow."""
+        index = 2 * len(self._calls)
+        if index // _QUERIES == len(self._pools):
+            self._pools.append(self.engine.device.create_query_pool(_QUERIES))
+        if index % _QUERIES == 0:
+            self.engine.recorder.reset_queries(self._pools[index // _QUERIES])
+        self._kernels = {}
+        self._calls.append((call, self._kernels))
+        self.engine.recorder.write_timestamp(self._pools[index // _QUERIES], index % _QUERIES)
+
+    def end(self) -> None:
+        """The op's commands are recorded."""
+        index = 2 * len(self._calls) - 1
+        self.engine.recorder.write_timestamp(self._pools[index // _QUERIES], index % _QUERIES)
+
+    def take(self) -> list[OpSample]:
+        """What ran, in order. Waits for it."""
+        self.engine.end_batch()
+        times: list[float] = []
+        for pool in self._pools:
+            left = 2 * len(self._calls) - len(times)
+            if left > 0:
+                times += pool.seconds(min(left, _QUERIES))
+        samples = []
+        for i, (call, kernels) in enumerate(self._calls):
+            start, stop = times[2 * i : 2 * i + 2]
+            cost = call.cost
+            moved = cost.bytes_read + cost.bytes_written
+            scope = call.scope or Scope()
+            samples.append(OpSample(call.op.name, call.parts, scope, cost.flops, moved, start, stop - start, kernels))
+        self._calls.clear()
+        return samples
+
+    def _dispatched(self, kernel: str) -> None:
+        self._kernels[kernel] = self._kernels.get(kernel, 0) + 1

@@ -1,0 +1,162 @@
+"""The profiler: times of every op, nothing changed by measuring, and files that open."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from op_checks import check_op
+
+from vkfold.engine.cpu_engine import CpuEngine
+from vkfold.engine.errors import BadInputError
+from vkfold.engine.profiler import OpProfiler, OpSample, Scope
+from vkfold.engine.vulkan_engine import VulkanEngine
+from vkfold.tools import gpu_profile
+from vkfold.tools.device_peaks import Peaks, measure_peaks
+from vkfold.tools.profile_pictures import trace_events
+from vkfold.tools.profile_summary import ATTENTION, ELEMENTWISE, MATMUL, OPTIMIZER, OTHER, kind_of, summarize
+
+TINY = ["--d-model", "32", "--num-layers", "2", "--num-heads", "2", "--seq-len", "64", "--batch-size", "4"]
+
+
+def test_every_op_is_timed_and_its_bits_are_the_same(vulkan: VulkanEngine) -> None:
+    a = vulkan.tensor(np.random.default_rng(0).standard_normal((64, 64)))
+    plain = vulkan.gelu(a @ a).numpy()
+    profiler = OpProfiler(vulkan)
+    profiler.attach()
+    try:
+        profiler.scope = Scope("forward", "blocks.7")
+        y = vulkan.gelu(a @ a)
+        with pytest.raises(BadInputError, match="already"):
+            OpProfiler(vulkan).attach()
+        samples = profiler.take()
+        assert profiler.take() == []
+    finally:
+        profiler.detach()
+    assert np.array_equal(y.numpy(), plain)
+    assert [part for sample in samples for part in sample.parts] == ["matmul", "activation"]
+    assert samples[0].flops == 2 * 64**3
+    for sample in samples:
+        assert sample.scope == Scope("forward", "blocks.7")
+        assert 0 < sample.seconds < 60
+        assert sum(sample.kernels.values()) == 1
+    assert all(one.start + one.seconds <= two.start + 1e-9 for one, two in itertools.pairwise(samples))
+    assert vulkan.profiler is None
+
+
+def test_more_ops_than_a_query_pool_holds(vulkan: VulkanEngine) -> None:
+    x = vulkan.tensor(np.ones(4))
+    profiler = OpProfiler(vulkan)
+    profiler.attach()
+    try:
+        for _ in range(2100):
+            vulkan.add(x, x)
+        samples = profiler.take()
+    finally:
+        profiler.detach()
+    assert len(samples) == 2100
+    assert min(sample.seconds for sample in samples) >= 0
+
+
+def test_longer_work_takes_longer(vulkan: VulkanEngine) -> None:
+    x = vulkan.tensor(np.ones(64 * 32))
+    profiler = OpProfiler(vulkan)
+    profiler.attach()
+    try:
+        for rounds in (10, 20000, 10, 20000):
+            vulkan.fma_chain(x, rounds=rounds)
+        short, long, short2, long2 = (sample.seconds for sample in profiler.take())
+    finally:
+        profiler.detach()
+    assert min(long, long2) > 3 * min(short, short2)
+
+
+@pytest.mark.parametrize("shape", [(32,), (3, 32), (7, 5, 64)])
+def test_fma_chain(vulkan: VulkanEngine, oracle: CpuEngine, shape: tuple[int, ...]) -> None:
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    check_op(vulkan, oracle, lambda engine, t: engine.fma_chain(t, rounds=50), (x,), 50 * 2.0**-23)
+    with pytest.raises(ValueError, match="rounds is 40000"):
+        vulkan.fma_chain(vulkan.tensor(x), rounds=40000)
+    with pytest.raises(ValueError, match="multiple of 32"):
+        vulkan.fma_chain(vulkan.tensor(np.ones(31)), rounds=1)
+
+
+def test_peaks_are_measured(vulkan: VulkanEngine) -> None:
+    peaks = measure_peaks(vulkan, megabytes=1, matmul_sizes=(64,))
+    assert 1e6 < peaks.bandwidth < 1e14
+    assert peaks.flops >= peaks.matmul_flops > 1e6
+
+
+def sample(op: str, start: float, seconds: float, flops: int, moved: int, phase: str = "forward") -> OpSample:
+    return OpSample(op, (op,), Scope(phase, "blocks.0"), flops, moved, start, seconds, {op: 1})
+
+
+def test_summary_by_hand() -> None:
+    peaks = Peaks(bandwidth=100.0, flops=1000.0, matmul_flops=900.0)
+    one = [sample("matmul", 0.0, 2.0, 1000, 50), sample("add", 2.5, 0.5, 10, 40, "recompute")]
+    two = [sample("matmul", 9.0, 4.0, 1000, 50), sample("add", 13.5, 0.5, 10, 40, "recompute")]
+    other = [sample("copy", 0.0, 99.0, 1, 1)]
+    summary = summarize([other, one, two], peaks)  # a step of other ops is left out
+    assert summary.step_seconds == pytest.approx((3.0 + 5.0) / 2)
+    matmul, add = summary.grouped(lambda s: s.op)
+    assert (matmul.name, matmul.seconds, add.seconds) == ("matmul", 3.0, 0.5)
+    assert matmul.roofline_share(peaks) == pytest.approx(1.0 / 3.0)  # 1000 FLOPs at 1000 a second
+    assert add.roofline_share(peaks) == pytest.approx(0.4 / 0.5)  # 40 bytes at 100 a second
+    assert summary.mfu == pytest.approx(1000 / (4.0 * 1000.0))  # recomputation does not count
+    assert summary.mbu == pytest.approx(90 / (4.0 * 100.0))
+    assert summary.share(MATMUL) == pytest.approx(3.0 / 3.5)
+    assert summary.share(ELEMENTWISE) == pytest.approx(0.5 / 3.5)
+
+
+def test_kinds_cover_every_op() -> None:
+    assert kind_of("attention_qkv_backward") == ATTENTION
+    assert kind_of("adamw_") == OPTIMIZER
+    assert kind_of("rms_norm") == OTHER
+
+
+def test_program_writes_files_that_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "profile"
+    argv = [*TINY, "--steps", "2", "--warmup", "1", "--checkpoint-every", "1", "--out", str(folder), "--json"]
+    assert gpu_profile.main([*argv, "--sweep-checkpoints"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    layers = {row["name"] for row in result["by_layer"]}
+    assert layers >= {"embedding", "blocks.0", "blocks.1", "final_norm", "head"}
+    assert {row["name"] for row in result["by_phase"]} >= {"forward", "recompute", "backward", "optimizer"}
+    assert sum(result["shares"].values()) == pytest.approx(1.0)
+    assert result["mfu"] > 0 and result["mbu"] > 0
+    assert [point["blocks"] for point in result["checkpoints"]] == [0, 1, 2]
+    assert result["checkpoints"][1]["peak_bytes"] < result["checkpoints"][0]["peak_bytes"]
+    assert result["kernels"] and all(result["kernels"].values())
+    assert json.loads((folder / "profile.json").read_text())["mfu"] == result["mfu"]
+    for name in ("roofline.png", "checkpoints.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    page = (folder / "profile.html").read_text()
+    assert "data:image/png;base64," in page and "http" not in page  # nothing to load
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in complete)
+    assert {event["args"]["step"] for event in complete} == {0, 1}
+    named = {event["tid"] for event in events if event["ph"] == "M"}
+    assert {event["tid"] for event in complete} == named
+
+
+def test_trace_starts_at_zero() -> None:
+    events = trace_events([[sample("add", 5.0, 0.25, 1, 1)]])["traceEvents"]
+    assert isinstance(events, list)
+    assert (events[-1]["ts"], events[-1]["dur"]) == (0.0, 0.25e6)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--steps", "0"], "--steps 0 must be greater than 0"),
+        (["--preset", "smal"], "did you mean small"),
+        (["--num-heads", "3"], "does not divide"),
+    ],
+)
+def test_bad_options(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_profile.main(argv) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,27 @@
+"""Why each kernel of a profile was the one that ran."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..engine.profiler import OpSample
+
+
+def kernel_reasons(samples: Sequence[OpSample]) -> list[tuple[str, str]]:
+    """(kernel, reason) of every kernel that ran, in order of first use."""
+    reasons: dict[str, str] = {}
+    for sample in samples:
+        for kernel in sample.kernels:
+            reasons.setdefault(kernel, _reason(kernel, sample))
+    return list(reasons.items())
+
+
+def _reason(kernel: str, sample: OpSample) -> str:
+    fused = f"; one launch for {' + '.join(sample.parts)} (fusion)" if len(sample.parts) > 1 else ""
+    if kernel.startswith("matmul"):
+        return f"tile with the least estimated time for this shape, see docs/kernels.md{fused}"
+    if kernel.endswith("_vec4"):
+        return f"16-byte loads: every row starts on 16 bytes{fused}"
+    if kernel.endswith("_scalar"):
+        return f"4-byte loads: some row does not start on 16 bytes{fused}"
+    return f"the only kernel of {sample.op} for these settings{fused}"
