@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,6 +17,9 @@ def run_program(name: str, main: Callable[[Sequence[str]], int], argv: Sequence[
     Errors of this package print as one message and give their own exit code: 2 for bad input, else 1. With
     VKFOLD_LOG=debug the traceback comes first. Ctrl-C gives 130.
     """
+    for stream in (sys.stdout, sys.stderr):  # a file name, or a model's text, may have what the terminal cannot show
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         return main(sys.argv[1:] if argv is None else argv)
     except VkfoldError as error:

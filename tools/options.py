@@ -29,7 +29,13 @@ Rule = tuple[str, Callable[[Any], bool]]
 
 POSITIVE: Rule = ("greater than 0", lambda value: value > 0)
 NOT_NEGATIVE: Rule = ("0 or more", lambda value: value >= 0)
+LARGEST_FLOAT32 = 2.0**128 - 2.0**104
 FRACTION: Rule = ("at least 0 and less than 1", lambda value: 0 <= value < 1)
+
+
+def between(low: int, high: int) -> Rule:
+    """From low to high, both included."""
+    return f"from {low:,} to {high:,}", lambda value: low <= value <= high
 
 
 def option(
@@ -186,6 +192,10 @@ def check_values(config: Any) -> None:
             raise BadInputError(f"{name} {value}: choose from {', '.join(data['choices'])}")
         if data["kind"] is float and not math.isfinite(value):
             raise BadInputError(f"{name} {value} is not a finite number")
+        if data["kind"] is float and abs(value) > LARGEST_FLOAT32:
+            raise BadInputError(f"{name} {value} is beyond what float32 holds, {LARGEST_FLOAT32:.1e}")
+        if data["kind"] is int and abs(value) >= 2**63:
+            raise BadInputError(f"{name} {value} must be less than 2^63")
         if data["rule"] and not data["rule"][1](value):
             raise BadInputError(f"{name} {value} must be {data['rule'][0]}")
 

@@ -62,10 +62,42 @@ class LogError(BadInputError):
     """The log cannot be written."""
 
 
+def check_log(path: Path, *, fresh: bool) -> None:
+    """Make the log's folder and try to write into the log.
+
+    fresh: the run is a new one, whose log replaces what is there. Raises BadInputError when that fails, or when
+    the file is there and is no log.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if fresh and path.is_file() and not _is_log(path):
+            raise BadInputError(f"{path} exists and is no log of a run: choose another --log-file")
+        with path.open("a"):
+            pass
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
+        if isinstance(error, BadInputError):
+            raise
+        raise BadInputError(
+            f"cannot write the log {path}: {getattr(error, 'strerror', None) or error}; choose another --log-file"
+        ) from error
+
+
+def _is_log(path: Path) -> bool:
+    """Whether a file is empty or its first line is one of ours."""
+    with path.open("rb") as file:
+        first = file.readline(2**20)
+    if not first:
+        return True
+    try:
+        return "step" in json.loads(first)
+    except (ValueError, TypeError):
+        return False
+
+
 class JsonLog:
     """One JSON object a line. A resumed run keeps the lines up to the step it goes on from, and drops later ones.
 
-    Raises LogError when the file cannot be written.
+    What is no regular file, such as a pipe, is only written to. Raises LogError when the file cannot be written.
     """
 
     def __init__(self, path: str | None, first_step: int) -> None:
@@ -73,12 +105,14 @@ class JsonLog:
         if path is None:
             return
         try:
-            kept = _lines_until(Path(path), first_step) if first_step else []
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            temporary = Path(path + ".tmp")
-            temporary.write_text("".join(kept), encoding="utf-8")
-            temporary.replace(path)
-            self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 (closed by close())
+            target = Path(path).resolve()  # a link stays one
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.is_file() or not target.exists():  # /dev/stdout must not be replaced by a file
+                kept = _lines_until(target, first_step) if first_step else []
+                temporary = target.with_name(target.name + ".tmp")
+                temporary.write_text("".join(kept), encoding="utf-8")
+                temporary.replace(target)
+            self._file = target.open("a", encoding="utf-8")
         except OSError as error:
             raise LogError(f"cannot write the log {path}: {error.strerror or error}") from error
 
@@ -103,7 +137,7 @@ class JsonLog:
 def _lines_until(path: Path, step: int) -> list[str]:
     kept = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line)

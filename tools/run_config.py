@@ -11,9 +11,12 @@ from typing import Any
 
 from ..engine.errors import BadInputError
 from ..nn.gpt_block import RECOMPUTE_GROUPS
-from .options import FRACTION, NOT_NEGATIVE, POSITIVE, check_values, flag, option, parse_bytes
+from .options import FRACTION, NOT_NEGATIVE, POSITIVE, between, check_values, flag, option, parse_bytes
 
 INPUT, MODEL, TRAINING, MEMORY, RUN = "input", "model", "training", "memory", "run"
+
+
+MAX_TOKENS_A_STEP = 2**28  # a step's windows are in host memory at once
 
 
 @dataclass
@@ -24,7 +27,7 @@ class RunConfig:
     inputs: list[str] = option(str, None, "text files or folders; - for standard input", group=INPUT, repeated=True)
     glob: str = option(str, "*.txt", "which files of an input folder to take, at any depth", group=INPUT)
     tokenizer: str = option(str, "bytes", "bytes, bpe (trained on the input), or a tokenizer.json", group=INPUT)
-    vocab_size: int = option(int, 1024, "tokens of a trained bpe", group=INPUT, rule=POSITIVE)
+    vocab_size: int = option(int, 1024, "tokens of a trained bpe", group=INPUT, rule=between(1, 2**20))
     held_out: float | None = option(
         float,
         None,
@@ -39,7 +42,7 @@ class RunConfig:
 
     # -- model -------------------------------------------------------------------------------------------------------
     d_model: int = option(int, 128, "width", group=MODEL, rule=POSITIVE)
-    num_layers: int = option(int, 4, "blocks", group=MODEL, rule=POSITIVE)
+    num_layers: int = option(int, 4, "blocks", group=MODEL, rule=between(1, 10_000))
     num_heads: int = option(int, 4, "attention heads", group=MODEL, rule=POSITIVE)
     num_kv_heads: int | None = option(int, None, "key/value heads; num-heads if not given", group=MODEL, rule=POSITIVE)
     d_ff: int | None = option(
@@ -116,11 +119,11 @@ class RunConfig:
     engine: str = option(str, "vulkan", "what computes", group=RUN, choices=("vulkan", "cpu"))
     device: str | None = option(str, None, "Vulkan device: index, name or UUID; the best one if not given", group=RUN)
     log_interval: int = option(int, 10, "steps from one line of progress to the next", group=RUN, rule=POSITIVE)
-    log_file: str | None = option(str, None, "write one JSON line a step here", group=RUN)
+    log_file: str | None = option(str, None, "write one JSON line a step here; folders are made", group=RUN)
     eval_interval: int = option(
         int, 0, "steps from one held-out loss to the next; 0 is at the end only", group=RUN, rule=NOT_NEGATIVE
     )
-    save: str | None = option(str, None, "folder for saves", group=RUN)
+    save: str | None = option(str, None, "folder for saves, made where there is none", group=RUN)
     save_interval: int = option(
         int, 0, "steps from one save to the next; 0 is at the end only", group=RUN, rule=NOT_NEGATIVE
     )
@@ -156,8 +159,12 @@ def check_config(config: RunConfig) -> None:
         )
     if config.min_lr > config.lr:
         raise BadInputError(f"--min-lr {config.min_lr:g} is more than --lr {config.lr:g}")
-    if config.seed >= 2**63:
-        raise BadInputError(f"--seed {config.seed} must be less than 2^63")
+    tokens_a_step = config.batch_size * config.accum_steps * config.seq_len
+    if tokens_a_step > MAX_TOKENS_A_STEP:
+        raise BadInputError(
+            f"--batch-size {config.batch_size} x --accum-steps {config.accum_steps} x --seq-len {config.seq_len} are "
+            f"{tokens_a_step:,} tokens a step: more than {MAX_TOKENS_A_STEP:,} are not supported"
+        )
     if config.fused_update and config.max_norm:
         raise BadInputError(
             f"--fused-update cannot clip to the global norm (--max-norm {config.max_norm:g}): the norm is known only "

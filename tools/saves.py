@@ -11,8 +11,10 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, LATEST_FILE = (
     "state.json",
     "latest",
 )
+LOCK_FILE = ".lock"
 FORMAT = 1
 Arrays = dict[str, np.ndarray]
 _STEP_NAME = re.compile(r"step-(\d{8,})")
@@ -62,12 +65,48 @@ def check_save_folder(root: Path, *, resuming: bool) -> None:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
             pass
-    except OSError as error:
-        raise BadInputError(f"cannot write into the save folder {root}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
+        raise BadInputError(f"cannot write into the save folder {root}: {_reason(error)}") from error
     if not resuming and step_folders(root):
         raise BadInputError(
             f"{root} already holds saves of a run: go on with --resume {root}, or choose another folder"
         )
+
+
+@contextmanager
+def lock_save_folder(root: Path) -> Iterator[None]:
+    """Keep other runs out of the folder until the end of the block, or of this process, however it ends.
+
+    Raises BadInputError when another run has it. Where files cannot be locked, as on some network drives, it does
+    nothing.
+    """
+    try:
+        file = (root / LOCK_FILE).open("a+b")
+    except OSError as error:
+        raise BadInputError(f"cannot write into the save folder {root}: {error.strerror or error}") from error
+    with file:
+        try:
+            _lock(file.fileno())
+        except (BlockingIOError, PermissionError) as error:
+            raise BadInputError(f"another run is saving into {root}: wait for it, or choose another folder") from error
+        except OSError:
+            pass
+        yield
+
+
+def _lock(handle: int) -> None:
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def step_folders(root: Path) -> list[Path]:
@@ -155,7 +194,11 @@ def open_save(path: Path) -> Save:
     Raises BadInputError when there is none, or when its state cannot be read.
     """
     folder = path
-    if not path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except (OSError, ValueError) as error:  # a name too long, or with a NUL byte; a folder that may not be looked into
+        raise BadInputError(f"cannot open the save {str(path)[:80]!r}: {_reason(error)}") from error
+    if not is_folder:
         raise BadInputError(f"no save at {path}: " + ("it is a file" if path.exists() else "it does not exist"))
     if not (path / STATE_FILE).exists() and not _STEP_NAME.fullmatch(path.name):
         folder = _latest(path)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +45,12 @@ def find_files(paths: Sequence[str], glob: str) -> list[Path]:
         except (OSError, ValueError) as error:  # a name too long, or with a NUL byte
             raise BadInputError(f"cannot look at the input {name[:60]!r}: {error.__class__.__name__}") from error
         if is_folder:
-            found = sorted(p for p in path.rglob(glob) if p.is_file())
+            try:
+                found = sorted(p for p in path.rglob(glob) if p.is_file())
+            except (OSError, ValueError) as error:  # ValueError: a pattern that is none
+                raise BadInputError(
+                    f"cannot search the folder {path} for {glob!r}: {getattr(error, 'strerror', None) or error}"
+                ) from error
             if not found:
                 raise BadInputError(f"no file in the folder {path} matches {glob!r}: choose another with --glob")
             files += found
@@ -53,7 +59,7 @@ def find_files(paths: Sequence[str], glob: str) -> list[Path]:
                 raise BadInputError(f"{path} is empty")
             files.append(path)
         elif path.exists():
-            raise BadInputError(f"{path} is neither a file nor a folder")
+            raise BadInputError(f"{path} is neither a file nor a folder: pipe it into standard input and name -")
         else:
             raise BadInputError(f"{path} does not exist")
     return files
@@ -66,6 +72,8 @@ def read_chunks(files: Iterable[Path], chunk_bytes: int = CHUNK_BYTES) -> Iterat
     """
     for path in files:
         try:
+            if str(path) == STDIN and sys.stdin is None:
+                raise BadInputError("- is standard input, and that is closed: pipe text into it, or name a file")
             stream = sys.stdin.buffer if str(path) == STDIN else path.open("rb")
             with stream:
                 rest = b""
@@ -120,8 +128,10 @@ def write_token_file(folder: Path, chunks: Iterable[bytes], tokenizer: Tokenizer
         path.with_suffix(".json").write_text(json.dumps(description))
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise BadInputError(f"cannot write tokens into {folder}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
     return open_token_file(folder)
 
 

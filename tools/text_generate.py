@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..engine.errors import BadInputError
+from ..engine.plan_engine import PlanEngine
 from ..nn.sampling import Sampler
 from .console import run_program
 from .generation import generate_bytes
@@ -54,6 +55,7 @@ def _program(argv: Sequence[str]) -> int:
         seed=config.seed,
         vocab_size=tokenizer.vocab_size,
     )
+    make_model(PlanEngine(), run_config, tokenizer.vocab_size, weights)  # names and shapes, before the device opens
     with make_engine(config.engine, config.device) as engine:
         model = make_model(engine, run_config, tokenizer.vocab_size, weights)
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

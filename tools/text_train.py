@@ -19,11 +19,12 @@ from .memory_budget import within_memory_budget
 from .memory_timeline import MemoryTimeline
 from .model_setup import budget_bytes, gpt_config, make_engine, make_model, make_optimizer, make_schedule
 from .options import parse_options
+from .progress import check_log
 from .run_config import RunConfig, check_config, resumed_config
 from .run_state import RunState
-from .saves import Save, check_save_folder, open_save
+from .saves import Save, check_save_folder, lock_save_folder, open_save
 from .text_data import ShuffledWindows
-from .training_data import TrainingData, copy_tokens, new_data, resumed_data
+from .training_data import TrainingData, check_windows, copy_tokens, new_data, resumed_data
 from .training_run import Outcome, TrainingRun
 
 DESCRIPTION = """Train a decoder-only transformer on text. One command: text_train my_text.txt --save run.
@@ -53,10 +54,11 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
             config = resumed_config(config, given, state.config)
         else:
             check_config(config)
-        root = _save_folder(config, save, given)
+        root = _save_folder(config, save, given, stack)
         if config.log_file is not None:
-            _check_log(Path(config.log_file))
+            check_log(Path(config.log_file), fresh=save is None)
         data = _data(config, given, save, root, stack)
+        warnings = check_windows(config, given, data, fresh=save is None)
         vocab_size = data.tokenizer.vocab_size
         gpt_config(config, vocab_size)
         num_steps = _num_steps(config, data, state)
@@ -69,7 +71,7 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
             )
         chosen, within = within_memory_budget(config, vocab_size)
         if weights is not None:  # names and shapes, on an engine that needs no device
-            make_model(PlanEngine(), chosen, vocab_size, weights)
+            make_optimizer(make_model(PlanEngine(), chosen, vocab_size, weights), chosen, moments)
         engine = stack.enter_context(make_engine(config.engine, config.device))
         peak = check_budget(chosen, vocab_size, budget_bytes(engine))
         timeline = None if config.memory_timeline is None else MemoryTimeline(engine, Path(config.memory_timeline))
@@ -85,6 +87,8 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
             root=root,
             timeline=timeline,
         )
+        for warning in warnings:
+            print(f"text_train: warning: {warning}", file=sys.stderr, flush=True)
         print(
             f"{data.num_bytes:,} bytes of text, {len(data.train):,} windows to train on, {len(data.held_out):,} held "
             f"out; {model.num_parameters:,} parameters on {engine.name}; about {peak / 1e6:,.0f} MB at the peak",
@@ -99,28 +103,25 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
         return outcome
 
 
-def _save_folder(config: RunConfig, save: Save | None, given: Collection[str]) -> Path | None:
-    """Where this run's saves go: --save where it is given, else the folder it resumes from, wherever that was moved."""
+def _save_folder(config: RunConfig, save: Save | None, given: Collection[str], stack: ExitStack) -> Path | None:
+    """Where this run's saves go: --save where it is given, else the folder it resumes from, wherever that was moved.
+
+    The folder is this run's alone until the stack is closed.
+    """
     if save is None:
         if config.save is None:
             return None
         check_save_folder(Path(config.save), resuming=False)
+        stack.enter_context(lock_save_folder(Path(config.save)))
+        check_save_folder(Path(config.save), resuming=False)  # a run that ended meanwhile may have saved
         return Path(config.save)
     source = save.folder.parent
     target = Path(config.save) if config.save is not None and "save" in given else source
     same = target.resolve() == source.resolve()
     check_save_folder(target, resuming=same)
+    stack.enter_context(lock_save_folder(target))
     config.save = str(target)
     return target
-
-
-def _check_log(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise BadInputError(f"cannot write the log {path}: {error.strerror or error}") from error
 
 
 def _data(config: RunConfig, given: set[str], save: Save | None, root: Path | None, stack: ExitStack) -> TrainingData:

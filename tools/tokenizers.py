@@ -205,10 +205,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """
     try:
         text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise BadInputError(f"cannot read the tokenizer {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise BadInputError(f"{path} is no tokenizer.json: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise BadInputError(f"cannot read the tokenizer {str(path)!r}: {reason}") from error
     if re.fullmatch(r'\s*\{\s*"type":\s*"bytes"\s*\}\s*', text):
         return ByteTokenizer()
     return BpeTokenizer(text, str(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +72,49 @@ def resumed_data(config: RunConfig, save: Save, folder: Path, *, inputs_given: b
     if token_file.fingerprint != RunState.of(save).fingerprint:
         raise BadInputError(f"the save {save.folder} was made with another text: resume it with its own input")
     return _split(config, tokenizer, token_file)
+
+
+def check_windows(config: RunConfig, given: Collection[str], data: TrainingData, *, fresh: bool) -> list[str]:
+    """Warnings about a text that is short for the options. fresh: the run is a new one.
+
+    Raises BadInputError when it is an option that leaves too few windows, or asks for what there is not.
+    """
+    warnings = []
+    batch, stride, text = config.batch_size, config.stride or config.seq_len, data.train.tokens
+    num_windows = len(data.train)
+    if num_windows < batch:
+        few = (
+            f"{num_windows} windows of {config.seq_len} tokens to train on, fewer than the {batch} of one --batch-size"
+        )
+        whole = Windows(text, config.seq_len, min(stride, config.seq_len))
+        with_held_out = len(text) + len(data.held_out.tokens)
+        if fresh and len(whole) >= batch:
+            most = (len(text) - config.seq_len - 1) // (batch - 1)
+            raise BadInputError(f"--stride {stride} leaves {few}: a --stride of at most {most} gives that many")
+        if fresh and config.held_out and (with_held_out - config.seq_len - 1) // stride + 1 >= batch:
+            raise BadInputError(f"--held-out {config.held_out:g} leaves {few}: hold out less")
+        warnings.append(
+            f"only {few}: each batch repeats text; give more text, a smaller --seq-len or --batch-size {num_windows}"
+        )
+    num_held_out = len(data.held_out)
+    if config.eval_interval and not num_held_out and (fresh or "eval_interval" in given):
+        why = "--held-out is 0" if config.held_out == 0 else "the text is too short to hold a window out"
+        raise BadInputError(f"--eval-interval {config.eval_interval}: there is no held-out text to evaluate ({why})")
+    if 0 < num_held_out < batch:
+        warnings.append(
+            f"only {num_held_out} windows of {config.seq_len} tokens are held out: a loss over so little text is rough"
+        )
+    if fresh and "vocab_size" in given and config.vocab_size != data.tokenizer.vocab_size:
+        if config.tokenizer != "bpe":
+            raise BadInputError(
+                f"--vocab-size {config.vocab_size} is of a BPE trained on the input (--tokenizer bpe); --tokenizer "
+                f"{config.tokenizer} has {data.tokenizer.vocab_size} tokens: leave --vocab-size out"
+            )
+        warnings.append(
+            f"the input has pairs for a BPE of {data.tokenizer.vocab_size} tokens only, not --vocab-size "
+            f"{config.vocab_size}"
+        )
+    return warnings
 
 
 def copy_tokens(source: Path, target: Path) -> None:

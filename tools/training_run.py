@@ -126,7 +126,8 @@ class TrainingRun:
             self.timeline.start(self.model, self.optimizer, len(micro_batches))
         result = self._training_step(micro_batches, step=self.step, learning_rate=rate)
         if not result.finite:
-            what = "loss" if result.non_finite == "loss" else f"gradient of {result.non_finite}"
+            whole = result.non_finite in ("loss", "global gradient norm")
+            what = result.non_finite if whole else f"gradient of {result.non_finite}"
             value = result.loss if result.non_finite == "loss" else result.grad_norm
             if result.updated:
                 kept = (
@@ -139,7 +140,7 @@ class TrainingRun:
                 kept = f"the weights were not updated{saved}"
             raise NonFiniteError(
                 f"step {self.step + 1}: the {what} is not finite ({'loss' if what == 'loss' else 'norm'} {value}), "
-                f"{kept}. A smaller --lr, a longer --warmup-steps or --max-norm 1 may help"
+                f"{kept}. {self._hint_for_non_finite()}"
             )
         if self.timeline is not None:
             self.timeline.finish(
@@ -161,6 +162,16 @@ class TrainingRun:
             pool_stats=self._pool_stats,
         )
         progress.step(self.step, result.loss, rate, result.grad_norm, speed)
+
+    def _hint_for_non_finite(self) -> str:
+        """What to try, of what these options do not do already."""
+        config, options = self.config, ["a smaller --lr"]
+        if config.warmup_steps < self.num_steps // 10:
+            options.append("a longer --warmup-steps")
+        if not config.max_norm and not config.fused_update:
+            options.append("--max-norm 1")
+        start = " or ".join([", ".join(options[:-1]), options[-1]]) if options[1:] else options[0]
+        return f"{start[0].upper()}{start[1:]} may help"
 
     def _held_out(self, progress: Progress, log: JsonLog, stopped_by: Callable[[], str | None]) -> float | None:
         """Held-out loss in nats a byte, shown and logged; None without such text, or when a signal came meanwhile."""
