@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from .dtypes import check_dtype, dtype_of_array, numpy_dtype
+from .dtypes import numpy_dtype
 from .host_copy import HostCopy
+from .host_values import array_of, checked_spec, stored
+from .input_checks import check_inputs, input_name, not_a_tensor
+from .one_thread import OneThread
 from .op import Cost, Op
 from .step_parameters import StepParameters
 from .tensor import Tensor, TensorSpec
@@ -29,41 +31,43 @@ class Rule:
         self.cost: Cost = op.cost(*specs, **settings)
 
 
-class ComputeEngine(OpVerbs, ABC):
+class ComputeEngine(OpVerbs, OneThread, ABC):
     """Carries out ops on tensors. Use one as a context manager, or call `close()`.
 
     Ops are recorded; a batch opens by itself and is submitted by `flush_batch`, `end_batch` or a download. Values are
-    the same whatever the batching.
+    the same whatever the batching. One engine serves one thread: see `take_over`.
     """
 
-    name: str = ""
     computes: bool = True  # False: values are never looked at, only shapes (planning)
 
     def __init__(self) -> None:
+        super().__init__()
         self._rules: dict[Any, Rule] = {}
         self.step_parameters = StepParameters()
         self.offloaded_bytes = 0  # copied to host memory by `offload` so far
         self.restored_bytes = 0  # copied back by `restore` so far
-        self.closed = False
 
     # -- ops ---------------------------------------------------------------------------------------------------------
     def rule_of(self, op: Op, inputs: Sequence[Tensor | None], settings: dict[str, Any]) -> Rule:
         """Shape rule and cost of one call. Raises ValueError for shapes or engines that do not fit."""
         self.check_open()
-        specs = [None if t is None else t.spec for t in inputs]
+        try:
+            specs = [None if t is None else t.spec for t in inputs]
+        except AttributeError:
+            check_inputs(op, inputs)
+            raise
         key = (op, *specs, *settings.values())
         rule = self._rules.get(key)
         if rule is None:
+            check_inputs(op, inputs)
             rule = self._rules[key] = Rule(op, specs, settings)
         for tensor in inputs:
             if tensor is not None and tensor.engine is not self:
-                raise ValueError(f"{op.name}: an input lives on {tensor.engine.name}, this engine is {self.name}")
+                raise ValueError(
+                    f"{op.name}: {input_name(op, inputs, tensor)} lives on another engine, {tensor.engine.label}; this "
+                    f"is {self.label}: copy it with engine.tensor(t.numpy())"
+                )
         return rule
-
-    def check_open(self) -> None:
-        """Raises RuntimeError after `close`."""
-        if self.closed:
-            raise RuntimeError(f"the engine {self.name} is closed: its tensors are gone; make a new engine")
 
     @abstractmethod
     def execute(self, op: Op, inputs: tuple[Tensor | None, ...], **settings: Any) -> tuple[Tensor, ...]:
@@ -75,52 +79,55 @@ class ComputeEngine(OpVerbs, ABC):
         """A tensor with undefined contents. Raises ValueError for a bad shape or dtype."""
 
     @abstractmethod
-    def upload(self, tensor: Tensor, array: np.ndarray) -> None:
-        """Overwrite a tensor with an array of its shape; the array may change as soon as this returns."""
-
-    @abstractmethod
     def download(self, tensor: Tensor) -> np.ndarray:
         """The tensor's values as a fresh array. Submits what is recorded and waits for it."""
 
     def tensor(self, values: Any, dtype: str | None = None) -> Tensor:
-        """A tensor with these values: float64 arrays become float32, every integer int32.
+        """A tensor with these values: float64 arrays become float32, every integer int32, a tensor is copied.
 
-        Raises ValueError for a type that cannot be stored, or integers outside the type's range.
+        Floats are rounded to nearest, integers above 2^24 that are stored as float32 too. bfloat16 takes floats, or its
+        bits as uint16. Raises ValueError for booleans, complex numbers, strings and objects, for integers outside the
+        type's range, for NaN and fractions stored as integers, and for finite floats that would become infinite.
         """
-        array = np.asarray(values)
-        if array.dtype.kind == "b":
-            raise ValueError("cannot store booleans: convert them to int32 or float32 first")
-        dtype = check_dtype(dtype or dtype_of_array(array))
-        if array.dtype.kind in "iu" and dtype in ("int32", "uint32") and array.size:
-            info = np.iinfo(numpy_dtype(dtype))
-            if array.min() < info.min or array.max() > info.max:
-                raise ValueError(f"values {array.min()}..{array.max()} do not fit {dtype}")
-        tensor = self.empty(array.shape, dtype)
-        self.upload(tensor, array)
+        array, dtype = array_of(values, dtype)
+        spec = checked_spec(array.shape, dtype)
+        data = stored(array, dtype, self._host_dtype(dtype))
+        tensor = self.empty(spec.shape, dtype)
+        self._write(tensor, data)
         return tensor
+
+    def upload(self, tensor: Tensor, array: Any) -> None:
+        """Overwrite a tensor with an array of its shape; the array may change as soon as this returns.
+
+        Raises ValueError when the shapes differ, and for values that do not fit the tensor's type as `tensor` does.
+        """
+        self.check_open()
+        self.check_tensor("upload", tensor)
+        array, _ = array_of(array, tensor.dtype)
+        if array.shape != tensor.shape:
+            raise ValueError(f"cannot upload an array of shape {array.shape} into a tensor of shape {tensor.shape}")
+        self._write(tensor, stored(array, tensor.dtype, self._host_dtype(tensor.dtype)))
+
+    def check_tensor(self, what: str, tensor: Any) -> None:
+        """Raises TypeError for what is no tensor, ValueError for one of another engine."""
+        if not isinstance(tensor, Tensor):
+            raise not_a_tensor(what, "the argument", tensor)
+        if tensor.engine is not self:
+            raise ValueError(f"{what}: the tensor lives on another engine, {tensor.engine.label}; this is {self.label}")
+
+    def _host_dtype(self, dtype: str) -> Any:
+        """The NumPy type that tensors of this type are held in."""
+        return numpy_dtype(dtype)
+
+    @abstractmethod
+    def _write(self, tensor: Tensor, data: np.ndarray) -> None:
+        """Carry out `upload` with data that fits: shape, type, contiguous."""
 
     def zeros(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
         """A tensor of zeros."""
         tensor = self.empty(shape, dtype)
         self.zero_(tensor)
         return tensor
-
-    @staticmethod
-    def checked_spec(shape: Sequence[int], dtype: str) -> TensorSpec:
-        """A spec from user input. Raises ValueError for negative sizes or more than 2^32 - 1 elements."""
-        sizes = tuple(int(n) for n in shape)
-        if any(n < 0 for n in sizes):
-            raise ValueError(f"negative size in shape {sizes}")
-        if math.prod(sizes) >= 2**32:
-            raise ValueError(f"shape {sizes} has 2^32 elements or more: kernels index with 32 bits; split the tensor")
-        return TensorSpec(sizes, check_dtype(dtype))
-
-    def checked_array(self, tensor: Tensor, array: np.ndarray) -> np.ndarray:
-        """The array in the tensor's element type, contiguous. Raises ValueError when the shapes differ."""
-        array = np.asarray(array)
-        if array.shape != tensor.shape:
-            raise ValueError(f"cannot upload an array of shape {array.shape} into a tensor of shape {tensor.shape}")
-        return np.ascontiguousarray(array, dtype=numpy_dtype(tensor.dtype))
 
     # -- batches -----------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -146,6 +153,7 @@ class ComputeEngine(OpVerbs, ABC):
 
     def set_step_parameters(self, parameters: StepParameters) -> None:
         """Values that ops recorded from now on read: seed, step, micro-batch, learning rate, ..."""
+        self.check_open()
         self.step_parameters = parameters
 
     # -- host memory -------------------------------------------------------------------------------------------------
@@ -154,6 +162,8 @@ class ComputeEngine(OpVerbs, ABC):
 
         Does not wait: the copy takes place in the order of recording.
         """
+        self.check_open()
+        self.check_tensor("offload", tensor)
         copy = self._copy_to_host(tensor)
         self.offloaded_bytes += tensor.nbytes
         return copy
@@ -163,6 +173,7 @@ class ComputeEngine(OpVerbs, ABC):
 
         As long as that tensor exists, restoring again returns it and copies nothing.
         """
+        self.check_open()
         tensor = copy.restored
         if tensor is None:
             tensor = copy.restored = self._copy_from_host(copy)
@@ -220,4 +231,4 @@ class ComputeEngine(OpVerbs, ABC):
         self.close()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name})"
+        return f"{type(self).__name__}({self.label})"

@@ -11,6 +11,7 @@ from ..memory_pool import DirectLedger
 from .compute_engine import ComputeEngine
 from .dtypes import numpy_dtype
 from .host_copy import HostCopy
+from .host_values import checked_spec
 from .op import Op
 from .tensor import Storage, Tensor, TensorSpec
 
@@ -32,19 +33,22 @@ class CpuEngine(ComputeEngine):
         self.host_ledger = DirectLedger()  # of `offload`
         self._in_batch = False
 
-    def _held_dtype(self, dtype: str) -> Any:
+    def _host_dtype(self, dtype: str) -> Any:
         return self._float if dtype == "float32" else numpy_dtype(dtype)
 
     def _wrap(self, spec: TensorSpec, array: np.ndarray) -> Tensor:
         if array.shape != spec.shape:
             raise AssertionError(f"reference gave shape {array.shape}, the shape rule said {spec.shape}")
-        held = np.ascontiguousarray(array, dtype=self._held_dtype(spec.dtype)).reshape(-1)
+        held = np.ascontiguousarray(array, dtype=self._host_dtype(spec.dtype)).reshape(-1)
         if held.base is not None or held is array:  # an op's output never shares memory with another tensor
             held = held.copy()
         self.ledger.allocate(held.nbytes)
         return Tensor(self, spec, Storage(held, held.nbytes, 0, self._give_back))
 
     def _give_back(self, storage: Storage) -> None:
+        self._return(storage, self._free)
+
+    def _free(self, storage: Storage) -> None:
         self.ledger.free(storage.nbytes)
 
     def _view(self, tensor: Tensor) -> np.ndarray:
@@ -65,20 +69,18 @@ class CpuEngine(ComputeEngine):
 
     def empty(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
         """A tensor; filled with NaN (or the largest integer) so that a read before the first write shows."""
-        spec = self.checked_spec(shape, dtype)
-        held = self._held_dtype(dtype)
+        self.check_open()
+        spec = checked_spec(shape, dtype)
+        held = self._host_dtype(dtype)
         fill = np.nan if held.kind == "f" else np.iinfo(held).max
         return self._wrap(spec, np.full(spec.shape, fill, held))
 
-    def upload(self, tensor: Tensor, array: np.ndarray) -> None:
-        """Overwrite a tensor's values."""
-        array = np.asarray(array)
-        if array.shape != tensor.shape:
-            raise ValueError(f"cannot upload an array of shape {array.shape} into a tensor of shape {tensor.shape}")
-        self._view(tensor)[...] = array
+    def _write(self, tensor: Tensor, data: np.ndarray) -> None:
+        self._view(tensor)[...] = data
 
     def download(self, tensor: Tensor) -> np.ndarray:
         """A copy of the tensor's values (float64 on the oracle)."""
+        self.check_open()
         return self._view(tensor).copy()
 
     def _copy_to_host(self, tensor: Tensor) -> HostCopy:
@@ -87,6 +89,9 @@ class CpuEngine(ComputeEngine):
         return HostCopy(tensor.spec, Storage(held, held.nbytes, 0, self._give_back_host))
 
     def _give_back_host(self, storage: Storage) -> None:
+        self._return(storage, self._free_host)
+
+    def _free_host(self, storage: Storage) -> None:
         self.host_ledger.free(storage.nbytes)
 
     def _copy_from_host(self, copy: HostCopy) -> Tensor:
@@ -107,6 +112,7 @@ class CpuEngine(ComputeEngine):
 
     def pool_stats(self) -> dict[str, Any]:
         """The ledger of arrays, under "direct"; that of offloaded ones under "host", once there was one."""
+        self._settle_frees()
         stats = {"direct": self.ledger.stats()}
         if self.host_ledger.total_blocks:
             stats["host"] = self.host_ledger.stats()

@@ -54,3 +54,15 @@ def dtype_of_array(array: np.ndarray) -> str:
         raise ValueError(
             f"cannot store an array of dtype {array.dtype}: convert it to one of {', '.join(_FROM_NUMPY)} first"
         ) from None
+
+
+def bfloat16_bits(values: Any) -> Any:
+    """float32 values as the upper half of their bits, rounded to nearest even; NaN stays a quiet NaN."""
+    bits = np.asarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(bits & 0x7FFFFFFF > 0x7F800000, bits >> 16 | 0x40, rounded).astype(np.uint16)
+
+
+def bfloat16_values(bits: Any) -> Any:
+    """The float32 values of bfloat16 bits."""
+    return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)

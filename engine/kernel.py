@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import struct
 from functools import cached_property
@@ -12,7 +13,7 @@ from .step_parameters import GLSL_STRUCT
 
 SHADER_DIR = Path(__file__).resolve().parent.parent / "shaders"
 
-# argument type -> (struct letter, alignment the recorder checks, GLSL type)
+# argument type -> (bytes an element, which is the alignment the recorder checks, and the GLSL type)
 _POINTERS = {
     "f32": (4, "F32"),
     "f32x4": (16, "F32x4"),
@@ -42,6 +43,9 @@ layout(buffer_reference, std430, buffer_reference_align = 8) buffer U32x2 { uvec
 layout(buffer_reference, std430, buffer_reference_align = 16) buffer U32x4 { uvec4 v[]; };
 """
 
+# "in f32 x[rows * cols + 1]": sums of products of scalars' names and whole numbers
+_EXTENT = re.compile(r"^(\w+)\s*\[([\w\s*+]+)\]$")
+_SUM = re.compile(r"^(\d+|[A-Za-z_]\w*)(\s*[*+]\s*(\d+|[A-Za-z_]\w*))*$")
 _INCLUDE = re.compile(r'^#include "([\w./]+)"$', re.MULTILINE)
 
 
@@ -52,22 +56,30 @@ def read_shader(name: str) -> str:
 
 
 class Argument:
-    """One push-constant argument: a pointer to what a tensor holds (with its access) or a scalar."""
+    """One push-constant argument: a pointer to what a tensor holds (with its access) or a scalar.
 
-    __slots__ = ("access", "alignment", "glsl_type", "is_pointer", "letter", "name", "type")
+    extent: for a pointer, how many elements the kernel may touch, where that was declared.
+    """
+
+    __slots__ = ("access", "alignment", "extent", "glsl_type", "is_pointer", "letter", "name", "type")
 
     def __init__(self, text: str) -> None:
-        words = text.split()
-        self.access = ""
+        words = text.split(maxsplit=2)
+        self.access = self.extent = ""
+        if len(words) == 3 and (match := _EXTENT.match(words[2])):
+            words[2], self.extent = match.group(1), match.group(2).strip()
         if words == ["step"]:  # the step-parameter buffer: filled in by the recorder
             self.access, self.type, self.name = "step", "step", "step"
-        elif len(words) == 3 and words[0] in ("in", "out", "inout") and words[1] in _POINTERS:
+        elif (
+            len(words) == 3 and words[0] in ("in", "out", "inout") and words[1] in _POINTERS and words[2].isidentifier()
+        ):
             self.access, self.type, self.name = words
         elif len(words) == 2 and words[0] in _SCALARS:
             self.type, self.name = words
         else:
             raise ValueError(
-                f"kernel argument {text!r}: write 'in|out|inout TYPE NAME' with TYPE one of {', '.join(_POINTERS)}, "
+                f"kernel argument {text!r}: write 'in|out|inout TYPE NAME' or 'in|out|inout TYPE NAME[COUNT]' with "
+                f"TYPE one of {', '.join(_POINTERS)} and COUNT such as n or rows * cols, "
                 f"'TYPE NAME' with TYPE one of {', '.join(_SCALARS)}, or 'step'"
             )
         self.is_pointer = bool(self.access)
@@ -79,14 +91,30 @@ class Argument:
             self.alignment, self.glsl_type = 4, self.type
         self.letter = "Q" if self.is_pointer else _SCALARS[self.type]
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element behind a pointer."""
+        return _POINTERS[self.type][0]
+
+    @property
+    def extent_names(self) -> list[str]:
+        """The scalars that the extent is made of."""
+        return re.findall(r"\b[A-Za-z_]\w*", self.extent)
+
+    def elements(self, scalars: dict[str, int]) -> int:
+        """The extent in numbers, given the values of the scalars."""
+        factors = [[word.strip() for word in term.split("*")] for term in self.extent.split("+")]
+        return sum(math.prod(int(f) if f.isdigit() else int(scalars[f]) for f in term) for term in factors)
+
 
 class Kernel:
     """A compute kernel, known by its text.
 
     name: for people (profiles, errors). source: a file of shaders/ (ends in .comp) or GLSL text with a `void main()`.
     args: comma-separated, pointers before scalars, for example
-    "in f32 x, out f32 y, step, uint n, float eps"; in GLSL they are `args.x`, `args.n`, ... and the hidden last
-    argument gives `group_index()`, the linear workgroup index (dispatches are one-dimensional and may be split).
+    "in f32 x[n], out f32 y[n], step, uint n, float eps"; in GLSL they are `args.x`, `args.n`, ... and the hidden last
+    argument gives `group_index()`, the linear workgroup index (dispatches are one-dimensional and may be split). The
+    count in brackets may be left out; where it is given, `VulkanEngine.dispatch` refuses a tensor with fewer elements.
     local_size: invocations a workgroup, or subgroups: whole subgroups a workgroup (size from the device); in GLSL the
     size is `gl_WorkGroupSize.x`. defines: preprocessor names and values.
 
@@ -103,8 +131,8 @@ class Kernel:
         subgroups: int = 0,
         defines: dict[str, int | float | str] | None = None,
     ) -> None:
-        if bool(local_size) == bool(subgroups):
-            raise ValueError(f"kernel {name!r}: give either local_size or subgroups")
+        if bool(local_size) == bool(subgroups) or local_size < 0 or subgroups < 0:
+            raise ValueError(f"kernel {name!r}: give either local_size or subgroups, a number above 0")
         self.name = name
         self.local_size = local_size
         self.subgroups = subgroups
@@ -114,6 +142,14 @@ class Kernel:
         names = [arg.name for arg in self.args]
         if len(set(names)) != len(names):
             raise ValueError(f"kernel {name!r}: argument names repeat in {args!r}")
+        known = {arg.name for arg in self.args if arg.type in ("uint", "int")}
+        for arg in self.args:
+            unknown = [word for word in arg.extent_names if word not in known]
+            if unknown or (arg.extent and not _SUM.match(arg.extent)):
+                raise ValueError(
+                    f"kernel {name!r}: {arg.name}[{arg.extent}]: a count is made of whole numbers and the names of "
+                    f"uint or int arguments ({', '.join(sorted(known)) or 'there are none'}), with * and +"
+                )
         flags = [arg.is_pointer for arg in self.args]
         if flags != sorted(flags, reverse=True):
             raise ValueError(f"kernel {name!r}: pointers (and step) come before scalars in {args!r}")
@@ -154,9 +190,17 @@ class Kernel:
         return hashlib.sha256(self.glsl.encode()).hexdigest()[:32]
 
     def workgroup_size(self, subgroup_size: int, max_invocations: int) -> int:
-        """Invocations a workgroup on a device with these limits."""
+        """Invocations a workgroup on a device with these limits; of `subgroups`, as many as fit.
+
+        Raises ValueError for a local_size above the limit.
+        """
         if self.local_size:
-            return min(self.local_size, max_invocations)
+            if self.local_size > max_invocations:
+                raise ValueError(
+                    f"kernel {self.name!r}: local_size {self.local_size}, the device allows at most {max_invocations} "
+                    "invocations a workgroup: give a smaller one (128 fits every device)"
+                )
+            return self.local_size
         return subgroup_size * max(1, min(self.subgroups, max_invocations // subgroup_size))
 
     def __repr__(self) -> str:

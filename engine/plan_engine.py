@@ -38,9 +38,8 @@ class PlanEngine(PooledEngine):
         self.cost = Cost(*(a + b for a, b in zip(self.cost, rule.cost, strict=True)))
         self.counts[op.name] = self.counts.get(op.name, 0) + 1
 
-    def upload(self, tensor: Tensor, array: np.ndarray) -> None:
-        """Checks the shape; stores nothing."""
-        self.checked_array(tensor, array)
+    def _write(self, tensor: Tensor, data: np.ndarray) -> None:
+        pass  # nothing is stored
 
     def download(self, tensor: Tensor) -> np.ndarray:
         """Zeros of the tensor's shape."""

@@ -11,6 +11,7 @@ from ..memory_pool import BlockPool, PoolExhaustedError, PoolRange, PoolStats
 from .allocation_ledger import AllocationLedger
 from .compute_engine import ComputeEngine, Rule
 from .host_copy import HostCopy
+from .host_values import checked_spec
 from .op import Op
 from .tensor import Storage, Tensor, TensorSpec
 
@@ -58,8 +59,11 @@ class PooledEngine(ComputeEngine):
 
     def _give_back(self, storage: Storage) -> None:
         if not self.closed:
-            pool, range_ = storage.handle
-            pool.free(range_)
+            self._return(storage, self._free)
+
+    def _free(self, storage: Storage) -> None:
+        pool, range_ = storage.handle
+        pool.free(range_)
 
     def _recover_memory(self) -> None:
         for pool in (*self.pools.values(), self.host_pool):
@@ -88,11 +92,13 @@ class PooledEngine(ComputeEngine):
 
     def empty(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
         """A tensor with undefined contents."""
-        return self._allocate(self.checked_spec(shape, dtype))
+        self.check_open()
+        return self._allocate(checked_spec(shape, dtype))
 
     @contextmanager
     def parameter_pool(self) -> Iterator[None]:
         """Tensors made inside come from the parameter pool."""
+        self.check_open()
         before, self._pool = self._pool, self.pools[PARAMETER]
         try:
             yield
@@ -118,7 +124,10 @@ class PooledEngine(ComputeEngine):
 
     def _give_back_host(self, storage: Storage) -> None:
         if not self.closed:
-            self.host_pool.free(storage.handle)
+            self._return(storage, self._free_host)
+
+    def _free_host(self, storage: Storage) -> None:
+        self.host_pool.free(storage.handle)
 
     def _copy_from_host(self, copy: HostCopy) -> Tensor:
         tensor = self._allocate(copy.spec)
@@ -134,6 +143,7 @@ class PooledEngine(ComputeEngine):
     # -- statistics --------------------------------------------------------------------------------------------------
     def pool_stats(self) -> dict[str, PoolStats]:
         """Statistics of the step pool and the parameter pool, and of the host pool once something was offloaded."""
+        self._settle_frees()
         stats = {name: pool.stats() for name, pool in self.pools.items()}
         if self.host_pool.total_blocks:
             stats[HOST] = self.host_pool.stats()
@@ -141,6 +151,7 @@ class PooledEngine(ComputeEngine):
 
     def reset_peak(self) -> None:
         """Start the peaks anew from what is live."""
+        self._settle_frees()
         for pool in (*self.pools.values(), self.host_pool):
             pool.reset_peak()
 
@@ -162,4 +173,5 @@ class PooledEngine(ComputeEngine):
 
     def release_idle_pool_blocks(self) -> int:
         """Return wholly idle blocks to the driver, except the retained bytes. Returns the bytes given back."""
+        self.check_open()
         return sum(pool.release_idle_blocks() for pool in (*self.pools.values(), self.host_pool))

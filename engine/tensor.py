@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .dtypes import itemsize
+from .dtypes import bfloat16_values, itemsize
+from .tensor_part import contiguous_part
 
 if TYPE_CHECKING:
     from .compute_engine import ComputeEngine
+
+
+_FLOAT32_OVERFLOW = (2 - 2.0**-24) * 2.0**127  # the least number that rounds to infinity
 
 
 class TensorSpec(NamedTuple):
@@ -56,10 +63,13 @@ class Storage:
 class Tensor:
     """A dense row-major array on an engine. Made by `engine.tensor(array)` and by every op; never resized.
 
-    `a + b`, `a * b`, `a * 2.0`, `a @ b` record the op of that name on the tensor's engine.
+    `a + b`, `a - b`, `a * b`, `a / b`, `a @ b` and `-a` record ops on the tensor's engine; b is a tensor of one shape
+    with a, or a number (but for @). `a == b` asks whether they are one object: tensors are keys of dicts. Compare
+    values with NumPy: `np.asarray(a)` copies the values; NumPy's functions of two arrays refuse tensors.
     """
 
     __slots__ = ("__weakref__", "address", "engine", "offset", "spec", "storage")
+    __array_ufunc__ = None  # `array + tensor` comes here, to say what to do, instead of copying to the host unseen
 
     def __init__(self, engine: ComputeEngine, spec: TensorSpec, storage: Storage, offset: int = 0) -> None:
         self.engine = engine
@@ -93,11 +103,15 @@ class Tensor:
         """Bytes of the elements, without alignment."""
         return self.spec.nbytes
 
-    def reshape(self, *shape: int) -> Tensor:
-        """The same bytes under another shape of equal size; one -1 is worked out. Shares the storage.
+    def reshape(self, *shape: int | tuple[int, ...]) -> Tensor:
+        """The same bytes under another shape of equal size, numbers or one tuple; one -1 is worked out.
 
-        Raises ValueError when the sizes differ.
+        Shares the storage. Raises ValueError when the sizes differ.
         """
+        wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        return self._reshaped(tuple(operator.index(n) for n in wanted))  # type: ignore[arg-type]
+
+    def _reshaped(self, shape: tuple[int, ...]) -> Tensor:
         if shape.count(-1) == 1:
             known = -math.prod(shape)
             if known > 0 and self.size % known == 0:
@@ -118,32 +132,124 @@ class Tensor:
         return Tensor(self.engine, spec, self.storage, self.offset + start * row_bytes)
 
     def numpy(self) -> np.ndarray:
-        """The values as a fresh NumPy array. Submits what is recorded and waits for it."""
+        """The values as a fresh NumPy array; bfloat16 as its bits, in uint16. Submits what is recorded and waits."""
         return self.engine.download(self)
 
     def item(self) -> float:
-        """The only element as a Python number. Raises ValueError when there is more than one."""
+        """The only element as a Python number. Raises ValueError when there is more than one, or none."""
         if self.size != 1:
-            raise ValueError(f"item() needs a tensor of one element, this one has shape {self.shape}")
-        return self.numpy().reshape(-1)[0].item()
+            raise ValueError(f"one element is needed to make a number, this tensor has shape {self.shape}")
+        return self._values().reshape(-1)[0].item()
 
-    def __add__(self, other: Tensor) -> Tensor:
-        return self.engine.add(self, other)
+    # -- Python's operators ------------------------------------------------------------------------------------------
+    def __add__(self, other: Tensor | float) -> Tensor:
+        if isinstance(other, Tensor):
+            return self.engine.add(self, other)
+        return self.engine.affine(self, 1.0, _number("+", other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Tensor | float) -> Tensor:
+        if isinstance(other, Tensor):
+            return self.engine.subtract(self, other)
+        return self.engine.affine(self, 1.0, -_number("-", other))
+
+    def __rsub__(self, other: float) -> Tensor:
+        return self.engine.affine(self, -1.0, _number("-", other))
 
     def __mul__(self, other: Tensor | float) -> Tensor:
         if isinstance(other, Tensor):
             return self.engine.multiply(self, other)
-        return self.engine.scale(self, other)
+        return self.engine.scale(self, _number("*", other))
 
     __rmul__ = __mul__
 
+    def __truediv__(self, other: Tensor | float) -> Tensor:
+        if isinstance(other, Tensor):
+            return self.engine.divide(self, other)
+        return self.engine.divide_by(self, _number("/", other))
+
+    def __rtruediv__(self, other: float) -> Tensor:
+        return self.engine.divide_into(self, _number("/", other))
+
+    def __neg__(self) -> Tensor:
+        return self.engine.scale(self, -1.0)
+
+    def __pos__(self) -> Tensor:
+        return self
+
     def __matmul__(self, other: Tensor) -> Tensor:
+        if not isinstance(other, Tensor):
+            raise _no_operand("@", other)
         return self.engine.matmul(self, other)
 
+    def __rmatmul__(self, other: Any) -> Tensor:
+        raise _no_operand("@", other)
+
+    # -- parts -------------------------------------------------------------------------------------------------------
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of a tensor without dimensions")
         return self.shape[0]
 
+    def __getitem__(self, key: Any) -> Tensor:
+        """A part that lies in one piece, as a view: whole numbers first, then at most one slice, without a step.
+
+        `x[2]`, `x[-1]`, `x[1:3]`, `x[0, 4]`, `x[0, 1:3]`, `x[...]`. Shares the storage: writing to the part in place
+        writes to the tensor. Raises IndexError outside the shape, ValueError for a part that does not lie in one piece
+        (a step, columns), TypeError for other kinds of index.
+        """
+        first, shape = contiguous_part(self.shape, key)
+        offset = self.offset + first * itemsize(self.dtype)
+        return Tensor(self.engine, TensorSpec(shape, self.dtype), self.storage, offset)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """The rows, as views."""
+        return (self[i] for i in range(len(self)))
+
+    # -- numbers and arrays ------------------------------------------------------------------------------------------
+    def __bool__(self) -> bool:
+        """Whether the only element is not 0. Raises ValueError for any other number of elements."""
+        if self.size != 1:
+            raise ValueError(
+                f"the truth of a tensor of shape {self.shape} is not defined: use `is None`, `len(t)` or `t.size`"
+            )
+        return bool(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The values for NumPy, always a copy; bfloat16 as float32. Raises ValueError for copy=False."""
+        if copy is False:
+            raise ValueError("a tensor's values lie on the device: numpy.asarray(tensor) has to copy them")
+        values = self._values()
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def _values(self) -> np.ndarray:
+        return bfloat16_values(self.numpy()) if self.dtype == "bfloat16" else self.numpy()
+
     def __repr__(self) -> str:
         return f"Tensor(shape={self.shape}, dtype={self.dtype}, device={self.engine.name})"
+
+
+def _number(sign: str, value: Any) -> float:
+    """A number for an operator. Raises TypeError for anything else, ValueError for one beyond float32."""
+    if not isinstance(value, numbers.Real):
+        raise _no_operand(sign, value)
+    number = float(value)
+    if math.isfinite(number) and abs(number) >= _FLOAT32_OVERFLOW:
+        raise ValueError(f"{sign} {value}: the number does not fit float32")
+    return number
+
+
+def _no_operand(sign: str, value: Any) -> TypeError:
+    if isinstance(value, (np.ndarray, list, tuple)):
+        return TypeError(
+            f"{sign} of a tensor and a {type(value).__name__}: make it a tensor first, with engine.tensor(...)"
+        )
+    expected = "a tensor" if sign == "@" else "a tensor or a number"
+    return TypeError(f"{sign} of a tensor and {type(value).__name__}: {expected} is needed")

@@ -11,12 +11,14 @@ from .ops import adamw as adamw_op
 from .ops import adamw_many as adamw_many_op
 from .ops import add as add_op
 from .ops import add_bias as add_bias_op
+from .ops import affine as affine_op
 from .ops import attention as attention_op
 from .ops import attention_qkv as attention_qkv_op
 from .ops import cast as cast_op
 from .ops import column_sum as column_sum_op
 from .ops import copy as copy_op
 from .ops import cross_entropy as cross_entropy_op
+from .ops import divide as divide_op
 from .ops import dropout as dropout_op
 from .ops import embedding as embedding_op
 from .ops import fill as fill_op
@@ -32,6 +34,7 @@ from .ops import scale as scale_op
 from .ops import sgd as sgd_op
 from .ops import sgd_many as sgd_many_op
 from .ops import softmax as softmax_op
+from .ops import subtract as subtract_op
 from .ops import sum as sum_op
 from .ops import swiglu as swiglu_op
 from .ops import zero as zero_op
@@ -48,6 +51,7 @@ class OpVerbs:
     add = add_op.add
     add_ = add_op.add_
     add_bias_ = add_bias_op.add_bias_
+    affine = affine_op.affine
     attention = attention_op.attention
     attention_backward = attention_op.attention_backward
     attention_qkv = attention_qkv_op.attention_qkv
@@ -58,6 +62,9 @@ class OpVerbs:
     copy_into = copy_op.copy_into
     cross_entropy = cross_entropy_op.cross_entropy
     cross_entropy_backward_ = cross_entropy_op.cross_entropy_backward_
+    divide = divide_op.divide
+    divide_by = divide_op.divide_by
+    divide_into = divide_op.divide_into
     dropout = dropout_op.dropout
     dropout_add = dropout_op.dropout_add
     embedding = embedding_op.embedding
@@ -85,6 +92,7 @@ class OpVerbs:
     silu = activation_op.silu
     softmax = softmax_op.softmax
     softmax_backward = softmax_op.softmax_backward
+    subtract = subtract_op.subtract
     sum = sum_op.sum_all
     swiglu = swiglu_op.swiglu
     swiglu_backward = swiglu_op.swiglu_backward

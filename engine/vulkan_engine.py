@@ -17,6 +17,7 @@ from .errors import OutOfDeviceMemoryError
 from .fusion import Call, Fusion
 from .fusion_rules import RULES
 from .host_memory import available_bytes
+from .input_checks import check_dispatch
 from .kernel import Kernel
 from .op import Cost, Op
 from .pooled_engine import PooledEngine
@@ -73,9 +74,11 @@ class VulkanEngine(PooledEngine):
     block_bytes: most bytes of a pool's block, 32 MiB unless given. budget_bytes: most device memory to reserve; None
     asks the driver.
 
-    Raises VulkanUnavailableError where no device fits, with what is missing and what would supply it. Not thread-safe:
-    one engine belongs to one thread at a time.
+    Raises VulkanUnavailableError where no device fits, with what is missing and what would supply it. One engine serves
+    one thread at a time, and says so when another calls: see `take_over`.
     """
+
+    uses_device = True
 
     def __init__(
         self,
@@ -108,7 +111,7 @@ class VulkanEngine(PooledEngine):
         self._in_batch = False
         self._step_buffer = self.device.create_buffer(step_parameters.SIZE_BYTES, host_visible=False)
         self.recorder.step_address = self._step_buffer.address
-        self.set_step_parameters(StepParameters())
+        self.recorder.write(self._step_buffer, 0, self.step_parameters.pack())
         self._checks = MemoryChecks(self, self.debug) if self.debug >= 2 else None
         # Memory checks look at memory after every op as it was called.
         if self._checks is None and switches.get("VKFOLD_FUSION"):
@@ -165,25 +168,23 @@ class VulkanEngine(PooledEngine):
         if self._checks is not None:
             self._checks.allocated(storage)
 
-    def _give_back(self, storage: Storage) -> None:
-        if self._checks is not None and not self.closed:
+    def _free(self, storage: Storage) -> None:
+        if self._checks is not None:
             self._checks.freed(storage)
         if self.recorder.transfers is not None:
             self.recorder.transfers.freed(storage)
-        super()._give_back(storage)
+        super()._free(storage)
 
     def dispatch(self, kernel: Kernel, num_groups: int, *args: Any) -> None:
         """Run a kernel of your own: see `Kernel` for its arguments. Tensors for pointers, numbers for scalars.
 
-        Raises TypeError when the number of arguments does not match the kernel's.
+        f32 pointers take float32 tensors, i32 pointers int32 ones, u32 pointers the 32-bit words of any tensor.
+
+        Raises TypeError for a wrong number or kind of arguments, ValueError for numbers that do not fit, tensors of
+        another engine or smaller than the kernel declares, and a local_size beyond the device's.
         """
         self.check_open()
-        expected = len(kernel.args) - kernel.takes_step
-        if len(args) != expected:
-            raise TypeError(f"kernel {kernel.name!r} takes {expected} arguments, {len(args)} were given")
-        for arg in args:
-            if isinstance(arg, Tensor) and arg.engine is not self:
-                raise ValueError(f"kernel {kernel.name!r}: a tensor lives on {arg.engine.name}, not on {self.name}")
+        check_dispatch(self, kernel, num_groups, args)
         self.recorder.before_recording()
         tensors = [arg[0] if isinstance(arg, tuple) else arg for arg in args]
         tensors = [arg for arg in tensors if isinstance(arg, Tensor)]
@@ -197,10 +198,7 @@ class VulkanEngine(PooledEngine):
         self.recorder.write(self._step_buffer, 0, parameters.pack())
 
     # -- host data ---------------------------------------------------------------------------------------------------
-    def upload(self, tensor: Tensor, array: np.ndarray) -> None:
-        """Overwrite a tensor; the array is staged at once and may change afterwards."""
-        self.check_open()
-        data = self.checked_array(tensor, array)
+    def _write(self, tensor: Tensor, data: np.ndarray) -> None:
         if data.nbytes:
             self._before_use((tensor,), (tensor,))
             buffer, offset = buffer_of(tensor)
@@ -210,6 +208,7 @@ class VulkanEngine(PooledEngine):
     def download(self, tensor: Tensor) -> np.ndarray:
         """The tensor's values. Submits what is recorded and waits for it."""
         self.check_open()
+        self.check_tensor("download", tensor)
         self._before_use((tensor,))
         buffer, offset = buffer_of(tensor)
         raw = self.recorder.read(buffer, offset, tensor.nbytes)
@@ -255,11 +254,13 @@ class VulkanEngine(PooledEngine):
 
     def flush_batch(self) -> None:
         """Submit what is recorded and go on; does not wait."""
+        self.check_thread()
         self.recorder.submit()
         self.start_copies()
 
     def end_batch(self) -> None:
         """Submit, wait for everything submitted, destroy what was pending."""
+        self.check_thread()
         self._in_batch = False
         self.recorder.submit()
         self.recorder.wait()
@@ -282,6 +283,7 @@ class VulkanEngine(PooledEngine):
         """Wait for the device and give everything back. Tensors of this engine are dead afterwards."""
         if self.closed:
             return
+        self.check_open()
         self.closed = True
         self.recorder.close()
         if self._checks is not None:

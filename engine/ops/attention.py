@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..input_checks import require_tensors
 from ..kernel import Kernel
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
@@ -173,7 +174,7 @@ def attention(
     Returns o [b, s, H, D] and lse [b, H, s], the log-sum-exp of each row's scores. A row that sees nothing: 0 and -inf.
     Raises ValueError for shapes or types that do not fit.
     """
-    factor = _scale(q.shape[-1] if q.ndim else 0, scale)
+    factor = _scale(q, scale)
     o, lse = engine.execute(ATTENTION, (q, k, v, key_lengths), causal=bool(causal), window=int(window), scale=factor)
     return o, lse
 
@@ -198,11 +199,13 @@ def attention_backward(
     d_k and d_v are sums over the query heads that share them. Deterministic: no atomics.
     Raises ValueError for shapes or types that do not fit.
     """
-    factor = _scale(q.shape[-1] if q.ndim else 0, scale)
+    factor = _scale(q, scale)
     inputs = (d_o, q, k, v, o, lse, key_lengths)
     d_q, d_k, d_v = engine.execute(ATTENTION_BACKWARD, inputs, causal=bool(causal), window=int(window), scale=factor)
     return d_q, d_k, d_v
 
 
-def _scale(head_dim: int, scale: float | None) -> float:
+def _scale(q: Tensor, scale: float | None) -> float:
+    require_tensors("attention", q=q)
+    head_dim = q.shape[-1] if q.ndim else 0
     return 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else float(scale)

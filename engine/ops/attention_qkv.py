@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..input_checks import require_tensors
 from ..kernel import Kernel
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
@@ -245,5 +246,6 @@ def attention_qkv_backward(
 
 
 def _scale(qkv: Tensor, heads: int, scale: float | None) -> float:
+    require_tensors("attention_qkv", qkv=qkv)
     head_dim = qkv.shape[-1] // max(heads, 1) if qkv.ndim else 0
     return 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else float(scale)

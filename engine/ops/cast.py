@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..dtypes import itemsize
+from ..dtypes import bfloat16_bits, bfloat16_values, itemsize
+from ..input_checks import require_tensors
 from ..kernel import Kernel
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
@@ -31,18 +32,6 @@ KERNELS = {
     for target in _CODES
     if source != target
 }
-
-
-def bfloat16_bits(values: Any) -> Any:
-    """float32 values as the upper half of their bits, rounded to nearest even; NaN stays a quiet NaN."""
-    bits = np.asarray(values, dtype=np.float32).view(np.uint32)
-    rounded = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(bits & 0x7FFFFFFF > 0x7F800000, bits >> 16 | 0x40, rounded).astype(np.uint16)
-
-
-def bfloat16_values(bits: Any) -> Any:
-    """The float32 values of bfloat16 bits."""
-    return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
 
 
 class CastOp(Op):
@@ -96,4 +85,5 @@ def cast(engine: ComputeEngine, x: Tensor, dtype: str) -> Tensor:
     Floats are rounded to nearest even by way of float32; overflow gives infinity, NaN stays NaN. To int32: towards
     zero, saturating, NaN gives 0. Raises ValueError for another type.
     """
+    require_tensors("cast", x=x)
     return engine.execute(CAST, (x,), source=x.dtype, dtype=dtype)[0]

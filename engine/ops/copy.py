@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..dtypes import itemsize
+from ..input_checks import require_tensors
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
 
@@ -74,6 +75,7 @@ def copy_into(engine: ComputeEngine, target: Tensor, source: Tensor, *, offset: 
 
     Raises ValueError for differing types, a source that does not fit, or two ranges of one storage that overlap.
     """
+    require_tensors("copy_into", target=target, source=source)
     if target.storage is source.storage:
         distance = target.offset + offset * itemsize(target.dtype) - source.offset
         if abs(distance) < source.nbytes:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..dtypes import itemsize
+from ..dtypes import bfloat16_bits, itemsize
+from ..input_checks import require_tensors
 from ..kernel import Kernel
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
-from .cast import bfloat16_bits
 from .row_kernels import FLAT_SIZE, flat_groups
 
 if TYPE_CHECKING:
@@ -86,5 +86,6 @@ def fill_(engine: ComputeEngine, x: Tensor, value: float) -> Tensor:
 
     Raises ValueError when x holds integers and value is none, or is out of range.
     """
+    require_tensors("fill_", x=x)
     engine.execute(FILL, (x,), bits=element_bits(value, x.dtype))
     return x

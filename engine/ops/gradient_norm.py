@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..input_checks import require_list
 from ..kernel import Kernel
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
@@ -143,6 +144,7 @@ def gradient_norm(
 
     Raises ValueError for no gradient, another element type, a loss that is not [1], or a negative max_norm.
     """
+    require_list("gradient_norm", "grads", grads)
     sums, state = engine.execute(GRADIENT_NORM, (loss, *grads), max_norm=_number(max_norm))
     return sums, state
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..input_checks import require_tensors
 from ..kernel import Kernel, read_shader
 from ..matmul_variants import SUBGROUP_SIZES, Capabilities, Variant, all_variants, choose
 from ..op import Op, register
@@ -244,8 +245,9 @@ def matmul(
     input.
     """
     if out is not None:
+        require_tensors("matmul", a=a, b=b, out=out)
         for name, tensor in (("a", a), ("b", b), ("bias", bias), ("residual", residual)):
-            if tensor is not None and tensor.storage is out.storage and _overlap(tensor, out):
+            if isinstance(tensor, Tensor) and tensor.storage is out.storage and _overlap(tensor, out):
                 raise ValueError(f"matmul: out overlaps {name}: tiles of it would be read after they are written")
     made = engine.execute(
         MATMUL,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..input_checks import require_list
 from ..tensor import Tensor, TensorSpec
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ def by_parameter(flat: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
 
 
 def check_lists(op: str, **lists: Sequence[Any]) -> None:
-    """Raises ValueError unless all lists are as long as the first, and not too long."""
+    """Raises TypeError for what is no list, ValueError unless all are as long as the first, and not too long."""
+    for name, entries in lists.items():
+        require_list(op, name, entries)
     (what, first), *others = lists.items()
     check_count(op, f"entries of {what}", len(first))
     for name, entries in others:
