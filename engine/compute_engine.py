@@ -208,6 +208,12 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
     def reset_peak(self) -> None:
         """Start the peak statistics anew from what is live."""
 
+    def start_step(self) -> None:
+        """A training step begins: the blocks it takes are told from those of other work. TrainingStep calls it."""
+
+    def end_step(self) -> None:
+        """A training step is over: idle blocks that it used are kept for the next. TrainingStep calls it."""
+
     def finish_step(self) -> int:
         """To be called after each training step: keep the blocks it used, return other idle ones; bytes returned.
 

@@ -163,12 +163,21 @@ class PooledEngine(ComputeEngine):
         self.pools[STEP].set_retain_free_bytes(nbytes or 0)
         self._retain_last_step = nbytes is None
 
-    def finish_step(self) -> int:
-        """Keep the blocks that the step used (or as `set_retain_free_bytes` said), return other idle ones."""
+    def start_step(self) -> None:
+        """A step begins: what was allocated before is no part of it."""
+        for pool in (*self.pools.values(), self.host_pool):
+            pool.start_step()
+
+    def end_step(self) -> None:
+        """A step is over: from now on keep the blocks that it used, or as `set_retain_free_bytes` said."""
         for pool in (self.pools[STEP], self.host_pool):
             used_bytes = pool.finish_step()
             if self._retain_last_step:
                 pool.set_retain_free_bytes(used_bytes)
+
+    def finish_step(self) -> int:
+        """Keep the blocks that the step used (or as `set_retain_free_bytes` said), return other idle ones."""
+        self.end_step()
         return self.release_idle_pool_blocks()
 
     def release_idle_pool_blocks(self) -> int:

@@ -7,15 +7,16 @@ watchdog (about 2 s): by workgroup, never along a reduction.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .errors import VkfoldError
 from .kernel import Kernel
 from .kernel_registry import spirv_for
+from .step_stream import COPY, FILL, SUBMIT, WRITE, Input, Place, StepStream
 from .tensor import Tensor
 from .transfer_queue import TransferQueue
-from .vulkan_api import Buffer, CommandBuffer, Device, Fence, QueryPool
+from .vulkan_api import Buffer, CommandBuffer, Device, Fence, PreparedSubmit, QueryPool
 
 MAX_GROUPS = 65535  # promised by every Vulkan device, per dimension
 # Work a device surely does in a second, in FLOPs (bytes moved count four times): a floor, not an estimate.
@@ -29,10 +30,10 @@ class Batch:
 
     __slots__ = ("commands", "fence", "retired", "staging", "work")
 
-    def __init__(self, commands: CommandBuffer, fence: Fence) -> None:
-        self.commands = commands
+    def __init__(self, commands: CommandBuffer | None, fence: Fence) -> None:
+        self.commands: Any = commands  # None: a replay, whose command buffers stay recorded
         self.fence = fence
-        self.retired: list[Buffer] = []
+        self.retired: list[Buffer | CommandBuffer | Fence] = []
         self.staging: list[Buffer] = []
         self.work = 0.0
 
@@ -61,6 +62,8 @@ class Recorder:
         self.step_address = 0
         self.op_work = 0.0  # of the op being launched; set by the engine
         self.num_submits = 0
+        self.stream: StepStream | None = None  # takes down what is recorded, while a step may be replayed later
+        self.next_input: Input | None = None  # what the next `write` brings, when that differs from step to step
         # Called before anything but an op's own commands is recorded: ops may be held back (fusion.py).
         self.before_recording: Callable[[], None] = lambda: None
         self.transfers: TransferQueue | None = None  # a second queue, once tensors are offloaded on one
@@ -150,6 +153,8 @@ class Recorder:
         commands.push(packed)
         commands.dispatch(groups)
         batch.work += work
+        if self.stream is not None:
+            self.stream.commands.append((pipeline, packed, groups))
 
     @staticmethod
     def _misaligned(kernel: Kernel, index: int, address: int) -> None:
@@ -183,6 +188,8 @@ class Recorder:
             commands = (self._current or self._open()).commands
             commands.barrier()
             commands.fill(buffer.handle, offset, nbytes, word)
+            if self.stream is not None:
+                self.stream.commands.append((FILL, buffer, offset, nbytes, word))
 
     def write_tensor(self, tensor: Tensor, data: bytes) -> None:
         """Record a copy of host bytes to the start of a tensor."""
@@ -199,12 +206,17 @@ class Recorder:
             commands = (self._current or self._open()).commands
             commands.barrier()
             commands.copy(source.handle, source_offset, target.handle, target_offset, nbytes)
+            if self.stream is not None:
+                self.stream.commands.append((COPY, source, source_offset, target, target_offset, nbytes))
 
     # -- host data ---------------------------------------------------------------------------------------------------
     def write(self, buffer: Buffer, offset: int, data: Any) -> None:
         """Record a copy of host bytes into a buffer. The bytes are staged at once and may change afterwards."""
+        brings, self.next_input = self.next_input, None  # ops held back that are recorded first may write, too
         self.before_recording()
         view = memoryview(data).cast("B")
+        if self.stream is not None and len(view):
+            self.stream.commands.append((WRITE, buffer, offset, len(view), bytes(view) if brings is None else brings))
         position = 0
         while position < len(view):
             batch = self._current or self._open()
@@ -231,6 +243,8 @@ class Recorder:
     def read(self, buffer: Buffer, offset: int, nbytes: int) -> bytearray:
         """The bytes of a buffer after everything recorded so far. Submits and waits."""
         self.before_recording()
+        if self.stream is not None:
+            self.stream.obstacle = "a value is read back in the middle of the step"
         result = bytearray(nbytes)
         if nbytes == 0:
             return result
@@ -264,10 +278,76 @@ class Recorder:
             self.device.submit(batch.commands, batch.fence)
         else:
             self.transfers.submit_compute(batch.commands, batch.fence)
+        if self.stream is not None:
+            self.stream.commands.append(SUBMIT)
+        self._sent(batch)
+
+    def _sent(self, batch: Batch) -> None:
         self._in_flight.append(batch)
         self.num_submits += 1
         while self._in_flight and self._in_flight[0].fence.is_signaled():
             self._reclaim(self._in_flight.pop(0))
+
+    # -- replay ------------------------------------------------------------------------------------------------------
+    def encode(self, stream: StepStream, staging: Buffer, places: Sequence[int]) -> list[CommandBuffer]:
+        """Command buffers of a whole step, one for each of its submits, that can be submitted over and over.
+
+        staging: where its host data lies, each write at the next of `places`, and then what is read back.
+        """
+        finished: list[CommandBuffer] = []
+        commands: CommandBuffer | None = None
+        place = iter(places)
+
+        def close() -> None:
+            nonlocal commands
+            if commands is not None:
+                commands.host_barrier()
+                commands.end()
+                finished.append(commands)
+                commands = None
+
+        for command in stream.commands:
+            if command is SUBMIT:
+                close()
+                continue
+            if commands is None:
+                commands = self.device.create_command_buffer()
+                commands.begin()
+            commands.barrier()
+            kind = command[0]
+            if kind == WRITE:
+                _, target, offset, nbytes, _ = command
+                commands.copy(staging.handle, next(place), target.handle, offset, nbytes)
+            elif kind == COPY:
+                _, source, source_offset, target, offset, nbytes = command
+                commands.copy(source.handle, source_offset, target.handle, offset, nbytes)
+            elif kind == FILL:
+                _, target, offset, nbytes, word = command
+                commands.fill(target.handle, offset, nbytes, word)
+            else:
+                commands.bind(kind)
+                commands.push(command[1])
+                commands.dispatch(command[2])
+        for source, source_offset, nbytes in stream.results:
+            if commands is None:
+                commands = self.device.create_command_buffer()
+                commands.begin()
+            commands.barrier()
+            commands.copy(source.handle, source_offset, staging.handle, next(place), nbytes)
+        close()
+        return finished
+
+    def resubmit(self, prepared: PreparedSubmit, fence: Fence) -> None:
+        """Hand a step's command buffers to the queue once more, behind all that is recorded; does not wait."""
+        self.submit()
+        if self.transfers is not None:
+            self.transfers.wait()
+        self.device.submit_prepared(prepared, fence)
+        self._sent(Batch(None, fence))
+
+    def is_in_flight(self, fence: Fence) -> bool:
+        """Whether a batch with this fence was submitted and not waited for."""
+        return any(batch.fence is fence for batch in self._in_flight)
 
     def wait(self) -> None:
         """Wait for all submitted batches and reclaim what they held."""
@@ -279,29 +359,37 @@ class Recorder:
     def _reclaim(self, batch: Batch) -> None:
         batch.fence.wait()
         batch.fence.reset()
-        batch.commands.reset()
+        if batch.commands is not None:
+            batch.commands.reset()
         self._staging.extend(batch.staging)
         for extra in self._staging[4:]:
             self.device.destroy_buffer(extra)
         del self._staging[4:]
-        for buffer in batch.retired:
-            self.device.destroy_buffer(buffer)
+        for thing in batch.retired:
+            self._destroy(thing)
         batch.staging.clear()
         batch.retired.clear()
         batch.work = 0.0
-        self._spare.append(batch)
+        if batch.commands is not None:
+            self._spare.append(batch)
 
-    def retire(self, buffer: Buffer) -> None:
-        """Destroy a buffer once nothing recorded or submitted so far can still use it."""
+    def _destroy(self, thing: Buffer | CommandBuffer | Fence) -> None:
+        if isinstance(thing, Buffer):
+            self.device.destroy_buffer(thing)
+        else:
+            thing.destroy()
+
+    def retire(self, thing: Buffer | CommandBuffer | Fence) -> None:
+        """Destroy something once nothing recorded or submitted so far can still use it."""
         self.before_recording()
         if self.transfers is not None:
             self.transfers.before_retire()
         if self._current is not None:
-            self._current.retired.append(buffer)
+            self._current.retired.append(thing)
         elif self._in_flight:
-            self._in_flight[-1].retired.append(buffer)
+            self._in_flight[-1].retired.append(thing)
         else:
-            self.device.destroy_buffer(buffer)
+            self._destroy(thing)
 
     def close(self) -> None:
         """Submit what is recorded, wait for everything, destroy everything."""
@@ -320,6 +408,11 @@ class Recorder:
         self._spare.clear()
         self._staging.clear()
         self._pipelines.clear()
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Buffer, offset and bytes of a tensor."""
+    return (*buffer_of(tensor), tensor.nbytes)
 
 
 def buffer_of(tensor: Tensor) -> tuple[Buffer, int]:

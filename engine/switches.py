@@ -82,6 +82,7 @@ SWITCHES: dict[str, Switch] = {
         ),
         Switch("VKFOLD_CACHE_DIR", "folder", None, _folder, "compiled kernels, pipelines and tuning results"),
         Switch("VKFOLD_FUSION", "0 or 1", True, _on_off, "0: launch every op by itself; the bits are the same"),
+        Switch("VKFOLD_REPLAY", "0 or 1", True, _on_off, "0: record every training step; the bits are the same"),
         Switch("VKFOLD_VARIANT", "text", None, _text, "force kernel variants: op=variant, several with commas"),
         Switch(
             "VKFOLD_CHECK_RECOMPUTE",
@@ -124,6 +125,12 @@ def get(name: str, environment: Mapping[str, str] | None = None) -> Any:
         return switch.parse(text)
     except ValueError as error:
         raise BadInputError(f"{name}={text}: {error} ({switch.help})") from None
+
+
+def snapshot() -> tuple[str | None, ...]:
+    """The text of every switch as it is set now, unparsed: equal as long as no switch changes. Cheap."""
+    environment = os.environ
+    return tuple(environment.get(name) for name in SWITCHES)
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:

@@ -58,6 +58,8 @@ class TransferQueue:
     def _copy(self, source: Place, target: Place, nbytes: int) -> int:
         """Record one copy, behind all that was recorded so far; the value of `copied` that says it is done."""
         self.recorder.submit()
+        if self.recorder.stream is not None:
+            self.recorder.stream.obstacle = "tensors are copied on a queue of their own"
         if self._current is None:
             self._current = self._spare.pop() if self._spare else self.device.create_command_buffer(transfer=True)
             self._current.begin()

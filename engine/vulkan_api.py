@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .physical_device import PhysicalDevice
-from .vulkan_commands import CommandBuffer, Fence, QueryPool
+from .vulkan_commands import CommandBuffer, Fence, PreparedSubmit, QueryPool
 from .vulkan_device import Buffer, Device, Pipeline
 from .vulkan_instance import Instance
 from .vulkan_timeline import Timeline
@@ -16,6 +16,7 @@ __all__ = [
     "Instance",
     "PhysicalDevice",
     "Pipeline",
+    "PreparedSubmit",
     "QueryPool",
     "Timeline",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .vulkan_binding import binding, check, struct
@@ -135,6 +136,22 @@ class CommandBuffer:
         if self.handle is not None:
             binding().lib.vkFreeCommandBuffers(self._device.handle, self._pool, 1, self.pointer)
             self.handle = None
+
+
+class PreparedSubmit:
+    """Finished command buffers, ready to be submitted any number of times; one fence signals when all are done."""
+
+    __slots__ = ("commands", "count", "infos")
+
+    def __init__(self, commands: Sequence[CommandBuffer]) -> None:
+        lib, ffi, _, _ = binding()
+        self.commands = tuple(commands)  # kept: the structs point to their handles
+        self.count = len(self.commands)
+        # One VkSubmitInfo each, so that no single piece of work runs longer than it did when it was recorded.
+        self.infos = ffi.new("VkSubmitInfo[]", self.count)
+        for info, each in zip(self.infos, self.commands, strict=True):
+            info.sType = lib.VK_STRUCTURE_TYPE_SUBMIT_INFO
+            info.commandBufferCount, info.pCommandBuffers = 1, each.pointer
 
 
 class Fence:

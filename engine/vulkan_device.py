@@ -9,7 +9,7 @@ from .errors import OutOfDeviceMemoryError, VkfoldError
 from .physical_device import PhysicalDevice
 from .pipeline_cache import load_cache, save_cache
 from .vulkan_binding import binding, check, link, string_array, struct
-from .vulkan_commands import CommandBuffer, Fence, QueryPool
+from .vulkan_commands import CommandBuffer, Fence, PreparedSubmit, QueryPool
 from .vulkan_describe import FEATURES_1_2, FEATURES_BASE, FEATURES_SUBGROUP, heap_budgets
 from .vulkan_instance import Instance
 from .vulkan_pipeline import PUSH_BYTES, Pipeline, make_pipeline
@@ -350,6 +350,12 @@ class Device:
     def submit_copies(self, commands: CommandBuffer, wait: Point, signal: Point) -> None:
         """The same on the queue for copies."""
         submit_ordered(self._copy_queue, commands, None, wait, signal)
+
+    def submit_prepared(self, prepared: PreparedSubmit, fence: Fence) -> None:
+        """Hand several command buffers to the queue, in order, one after another. Raises as `submit` does."""
+        result = self._submit_call(self.queue, prepared.count, prepared.infos, fence.handle)
+        if result:
+            check(result, "vkQueueSubmit")
 
     def destroy(self) -> None:
         """Save the pipeline cache and destroy the device, whose buffers and pipelines are gone. Safe to call twice."""

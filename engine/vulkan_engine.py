@@ -20,8 +20,9 @@ from .host_memory import available_bytes
 from .input_checks import check_dispatch
 from .kernel import Kernel
 from .op import Cost, Op
-from .pooled_engine import PooledEngine
+from .pooled_engine import STEP, PooledEngine
 from .recorder import Recorder, buffer_of
+from .replay import ReplayStats, StepReplayer
 from .step_parameters import StepParameters
 from .tensor import Storage, Tensor
 from .transfer_queue import TransferQueue
@@ -118,6 +119,7 @@ class VulkanEngine(PooledEngine):
             self.fusion = Fusion(self._launch_call, RULES)
             self.recorder.before_recording = self.fusion.drain
         self.guard_bytes = GUARD_BYTES if self._checks else 0
+        self.replayer = StepReplayer(self.recorder, (*self.pools.values(), self.host_pool))
 
     # -- ops ---------------------------------------------------------------------------------------------------------
     def _address(self, range_: PoolRange) -> int:
@@ -267,6 +269,25 @@ class VulkanEngine(PooledEngine):
         if self._checks is not None:
             self._checks.check_guards()
 
+    # -- replay ------------------------------------------------------------------------------------------------------
+    def replay_obstacle(self) -> str:
+        """Why no step can be captured or replayed right now, "" if it can."""
+        if not switches.get("VKFOLD_REPLAY"):
+            return "VKFOLD_REPLAY is 0"
+        if self._checks is not None:
+            return "VKFOLD_DEBUG looks at memory around every op"
+        if self.ledger is not None:
+            return "an allocation ledger hears of every op"
+        if self.profiler is not None:
+            return "a profiler measures every op"
+        if self._pool is not self.pools[STEP]:
+            return "the step runs inside parameter_pool()"
+        return self.replayer.obstacle
+
+    def replay_stats(self) -> ReplayStats:
+        """How many training steps were recorded, captured and replayed, and why others were not."""
+        return self.replayer.stats
+
     def _recover_memory(self) -> None:
         self.recorder.submit()
         self.recorder.wait()
@@ -285,6 +306,7 @@ class VulkanEngine(PooledEngine):
             return
         self.check_open()
         self.closed = True
+        self.replayer.close()
         self.recorder.close()
         if self._checks is not None:
             self._checks.close()

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left, insort
-from typing import Any
+from typing import Any, Protocol
 
 PAGE_UNITS = 256  # alignment units a page: bounds the holes that one page can list by half of it
+
+
+class Pin(Protocol):
+    """Whoever relies on a block's address beyond its ranges."""
+
+    def block_released(self) -> None:
+        """The block is about to go back to the source. Must not allocate, free or release."""
 
 
 class Block:
@@ -16,7 +24,8 @@ class Block:
     and `give` cost O(log pages). Two tables, hole by start and hole by end, join neighbours at once.
 
     handle: what the source gave. sequence: rank in first-fit order. slot: the pool's place for it. touched: a range
-    came from it since the pool last finished a step. kept: the step that the pool last finished used it.
+    came from it since the pool last finished a step. kept: the step that the pool last finished used it. pins: who
+    must hear when it goes back to the source.
     """
 
     __slots__ = (
@@ -30,6 +39,7 @@ class Block:
         "live_bytes",
         "nbytes",
         "num_ranges",
+        "pins",
         "sequence",
         "slot",
         "touched",
@@ -44,6 +54,7 @@ class Block:
         self.live_bytes = 0
         self.num_ranges = 0
         self.touched = self.kept = False
+        self.pins: weakref.WeakSet[Pin] | None = None
         self._shift = (alignment * PAGE_UNITS).bit_length() - 1
         num_pages = (nbytes - 1 >> self._shift) + 1
         self._leaves = 1 << (num_pages - 1).bit_length()

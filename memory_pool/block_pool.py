@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
-from .block import Block
+from .block import Block, Pin
 from .block_source import BlockSource, OutOfBlockMemory
 from .pool_errors import PoolExhaustedError
 from .pool_stats import PoolStats, fragmentation_of
@@ -83,6 +84,7 @@ class BlockPool:
         self.peak_live_bytes = 0
         self.peak_reserved_bytes = 0
         self.num_ranges = 0
+        self.live_signature = 0  # xor of a hash of every live range
         self.total_allocations = 0
         self.total_blocks = 0
         self._slots: list[Block] = []  # by sequence number
@@ -90,6 +92,7 @@ class BlockPool:
         self._tree = [0, 0]  # largest hole below each node; leaf _leaves + slot is a block
         self._busy = False
         self._put_off: list[PoolRange] = []
+        self._step_finished = False
         self._destroyed = False
 
     def _aligned(self, nbytes: int) -> int:
@@ -120,6 +123,7 @@ class BlockPool:
             block = self._slots[node - leaves]
             range_ = PoolRange(block, block.take(size), size, nbytes)
             block.touched = True
+            self.live_signature ^= hash((block.sequence, range_.offset, size))
             if tree[node] != block.tree[1]:
                 self._set_leaf(node, block.tree[1])
             self.num_ranges += 1
@@ -158,6 +162,7 @@ class BlockPool:
             range_.live = False
             size = range_.nbytes
             block.give(range_.offset, size)
+            self.live_signature ^= hash((block.sequence, range_.offset, size))
             node = self._leaves + slot
             if self._tree[node] != block.tree[1]:
                 self._set_leaf(node, block.tree[1])
@@ -246,19 +251,25 @@ class BlockPool:
             raise ValueError(f"retain_free_bytes {nbytes} is negative")
         self.retain_free_bytes = nbytes
 
+    def start_step(self) -> None:
+        """A step begins: what came from the blocks before is no part of it."""
+        for block in self._slots:
+            block.touched = False
+        self._step_finished = False
+
     def finish_step(self) -> int:
         """A step is over: the blocks it used are what the next one will use. Returns their bytes.
 
-        A step's use is every block that a range came from since the last call, or that still has one. Retaining the
+        A step's use is every block that a range came from since `start_step`, or that still has one. Retaining the
         number returned, `release_idle_blocks` gives back all other blocks and steady steps never ask the source again.
+        A second call changes nothing until the next step starts, or a further range is made.
         """
-        used_bytes = 0
-        for block in self._slots:
-            block.kept = block.touched or block.num_ranges > 0
-            block.touched = False
-            if block.kept:
-                used_bytes += block.nbytes
-        return used_bytes
+        if not self._step_finished or any(block.touched for block in self._slots):
+            for block in self._slots:
+                block.kept = block.touched or block.num_ranges > 0
+                block.touched = False
+            self._step_finished = True
+        return sum(block.nbytes for block in self._slots if block.kept)
 
     def release_idle_blocks(self, *, keep_retained: bool = True) -> int:
         """Return blocks without any range to the source, latest first; returns the bytes given back.
@@ -287,6 +298,8 @@ class BlockPool:
             self._slots = [block for block in self._slots if block.sequence not in gone]
             self._rebuild()
             for block in released:
+                for pin in list(block.pins or ()):
+                    pin.block_released()
                 self.reserved_bytes -= block.nbytes
                 self.source.free(block.handle)
                 if self.observer is not None:
@@ -299,8 +312,27 @@ class BlockPool:
     def destroy(self) -> None:
         """Return every block to the source, in use or not. Later frees do nothing, allocations raise RuntimeError."""
         self._destroyed = True
-        self.live_bytes = self.num_ranges = 0
+        self.live_bytes = self.num_ranges = self.live_signature = 0
         self._release(list(self._slots))
+
+    # -- placement ---------------------------------------------------------------------------------------------------
+    @property
+    def placement(self) -> tuple[int, int, int]:
+        """Equal for equal sets of live ranges, in O(1): the same calls then place the same ranges, as long as the
+        blocks they come from are held."""
+        return self.live_signature, self.num_ranges, self.live_bytes
+
+    def pin_step(self, pin: Pin) -> list[Block]:
+        """Have `pin` hear when a block goes back that has a range, or gave one since `start_step`.
+
+        The pin is held weakly. Returns the blocks.
+        """
+        pinned = [block for block in self._slots if block.touched or block.num_ranges]
+        for block in pinned:
+            if block.pins is None:
+                block.pins = weakref.WeakSet()
+            block.pins.add(pin)
+        return pinned
 
     # -- statistics --------------------------------------------------------------------------------------------------
     def stats(self) -> PoolStats:

@@ -20,6 +20,11 @@ class FusedReport(NamedTuple):
     squares: dict[str, np.float32]
     loss: float
 
+    @classmethod
+    def of(cls, names: dict[int, str], values: np.ndarray) -> FusedReport:
+        """From the values of a step's record. names: place in it -> name."""
+        return cls({name: np.float32(values[i]) for i, name in names.items()}, float(values[-1]))
+
     @property
     def norm(self) -> float:
         """The global norm of all gradients, added up in float32 in the order of the parameters, as the device does."""
@@ -94,11 +99,14 @@ class FusedUpdate:
         assert self._record is not None
         return self._record
 
+    @property
+    def names(self) -> dict[int, str]:
+        """Place in the record -> name of each parameter that was updated, in order."""
+        return {i: name for i, name in sorted(self._places.values()) if i in self._done}
+
     def report(self, record: Tensor) -> FusedReport:
         """Read the record back. Submits what was recorded and waits for it."""
-        values = record.numpy()
-        names = {i: name for i, name in self._places.values() if i in self._done}
-        return FusedReport({names[i]: np.float32(values[i]) for i in sorted(names)}, float(values[-1]))
+        return FusedReport.of(self.names, record.numpy())
 
     def _complete(self, parameter: Parameter) -> None:
         if self._loss is None:

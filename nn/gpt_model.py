@@ -208,21 +208,35 @@ class GPTModel(Layer):
         Raises BadInputError for another rank or type, an empty array, a sequence longer than max_seq_len, or a token
         outside the vocabulary.
         """
-        if len(tokens.shape) != 2 or 0 in tokens.shape:
-            raise BadInputError(f"tokens must be [batch, seq] and not empty, got shape {tuple(tokens.shape)}")
-        if tokens.shape[1] > self.config.max_seq_len:
-            raise BadInputError(f"{tokens.shape[1]} tokens in a row, the model takes {self.config.max_seq_len}")
+        self._check_shape(tokens.shape)
         if isinstance(tokens, Tensor):
             if tokens.dtype != "int32":
                 raise BadInputError(f"tokens must be int32, got {tokens.dtype}")
             return tokens
+        self._check_values(tokens, ignore)
+        return self.engine.tensor(tokens.astype(np.int32))
+
+    def check_batch(self, tokens: np.ndarray, targets: np.ndarray) -> None:
+        """Raises what `loss` would raise for these arrays, before anything is recorded."""
+        for array, ignore in ((tokens, False), (targets, True)):
+            self._check_shape(array.shape)
+            self._check_values(array, ignore)
+        if targets.shape != tokens.shape:
+            raise BadInputError(f"targets {targets.shape} and tokens {tokens.shape} differ in shape")
+
+    def _check_shape(self, shape: tuple[int, ...]) -> None:
+        if len(shape) != 2 or 0 in shape:
+            raise BadInputError(f"tokens must be [batch, seq] and not empty, got shape {tuple(shape)}")
+        if shape[1] > self.config.max_seq_len:
+            raise BadInputError(f"{shape[1]} tokens in a row, the model takes {self.config.max_seq_len}")
+
+    def _check_values(self, tokens: np.ndarray, ignore: bool) -> None:
         if tokens.dtype.kind not in "iu":
             raise BadInputError(f"tokens must be integers, got {tokens.dtype}")
         looked_at = tokens[tokens != IGNORE_INDEX] if ignore else tokens
         highest = self.config.vocab_size - 1
         if looked_at.size and (looked_at.min() < 0 or looked_at.max() > highest):
             raise BadInputError(f"tokens {looked_at.min()}..{looked_at.max()} lie outside the vocabulary 0..{highest}")
-        return self.engine.tensor(tokens.astype(np.int32))
 
     def _hidden(self, tokens: Tensor) -> Tensor:
         """The final norm's output [batch, seq, d]; its input and row scalars are kept."""

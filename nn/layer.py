@@ -10,11 +10,12 @@ import numpy as np
 from ..engine.compute_engine import ComputeEngine
 from ..engine.errors import MissingActivationError
 from ..engine.tensor import Tensor
+from .mode_watch import Watched
 from .parameter import Parameter
 from .recompute_check import RecomputeCheck
 
 
-class Layer:
+class Layer(Watched):
     """Base of all layers. A layer of your own defines `forward` and `backward`:
 
         class Square(Layer):
@@ -32,6 +33,9 @@ class Layer:
 
     Attributes that are Parameters, Layers or lists of Layers are found by `named_parameters` and `children`, in the
     order in which they were set.
+
+    `replay_supported = True` in the class itself says that nothing but its attributes and the shapes of its inputs
+    decides which ops it records; TrainingStep then replays unchanged steps (docs/replay.md).
     """
 
     recompute_supported = True

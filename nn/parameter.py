@@ -10,9 +10,10 @@ import numpy as np
 from ..engine.allocation_ledger import GRADIENTS
 from ..engine.compute_engine import ComputeEngine
 from ..engine.tensor import Tensor
+from .mode_watch import Watched
 
 
-class Parameter:
+class Parameter(Watched):
     """A trainable tensor in the parameter pool.
 
     `data` holds the values; `grad` the gradient of the current step, or None. A gradient is allocated in the step pool
@@ -24,6 +25,8 @@ class Parameter:
 
     Raises ValueError for another init.
     """
+
+    unwatched = frozenset({"_contributions"})
 
     def __init__(self, engine: ComputeEngine, shape: Sequence[int], init: str = "normal", std: float = 0.02) -> None:
         if init not in ("normal", "ones", "zeros"):

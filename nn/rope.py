@@ -12,6 +12,7 @@ import numpy as np
 
 from ..engine.compute_engine import ComputeEngine
 from ..engine.tensor import Tensor
+from .mode_watch import Watched
 
 KINDS = ("linear", "ntk", "dynamic", "yarn")
 
@@ -79,7 +80,7 @@ def yarn_inverse_frequencies(head_dim: int, base: float, scaling: RopeScaling) -
     return plain / scaling.factor * ramp + plain * (1 - ramp)
 
 
-class Rope:
+class Rope(Watched):
     """cos and sin tables [max_seq_len, head_dim/2] on an engine, shared by all layers of a model.
 
     interleaved: pairs are neighbours (2i, 2i+1); otherwise halves (i, i + head_dim/2).

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,10 +14,11 @@ from ..engine.compute_engine import ComputeEngine
 from ..engine.errors import BadInputError
 from ..engine.step_parameters import StepParameters
 from ..engine.tensor import Tensor
-from .fused_update import FusedUpdate
+from .fused_update import FusedReport, FusedUpdate
 from .losses import IGNORE_INDEX
 from .optimizers import Optimizer
 from .parameter import Parameter
+from .step_replay import Captured, StepReplay
 
 MicroBatch = tuple[np.ndarray, np.ndarray]
 
@@ -50,7 +51,8 @@ class StepResult:
 
     updated: whether any weight changed. With fused updates that can be so although a gradient is not finite: training
     must then stop, and go on from an earlier save. non_finite: name of the first tensor that is not finite ("loss", or
-    a parameter whose gradient it is), None when all are.
+    a parameter whose gradient it is), None when all are. replayed: whether a captured step was submitted again, which
+    changes no value.
     """
 
     loss: float
@@ -58,6 +60,7 @@ class StepResult:
     num_valid: int
     updated: bool
     non_finite: str | None = None
+    replayed: bool = field(default=False, compare=False)
 
     @property
     def finite(self) -> bool:
@@ -72,8 +75,13 @@ class TrainingStep:
     micro-batches of different lengths weigh what their tokens weigh.
 
     max_norm: clip gradients to this global norm (0: off). seed: of the dropout generator. on_phase(phase, micro_batch):
-    called after each forward and backward was recorded and after the update, to sample statistics. keep_gradients:
-    leave the gradients in the parameters afterwards. fused_update: see FusedUpdate; the weights get the same bits.
+    called after each forward and backward was recorded and after the update; it may look at everything, so such steps
+    are never replayed. on_pools(phase, micro_batch, stats): called at the same moments with `engine.pool_stats()`, in
+    replayed steps too. keep_gradients: leave the gradients in the parameters afterwards. fused_update: see FusedUpdate;
+    the weights get the same bits.
+
+    On a Vulkan device a step that is the same as the two before it, but for its data, seed and learning rate, is
+    submitted again instead of being recorded (docs/replay.md): same bits, no Python for any op.
 
     Raises BadInputError for a negative max_norm, or fused_update together with max_norm or keep_gradients.
     """
@@ -86,6 +94,7 @@ class TrainingStep:
         max_norm: float = 0.0,
         seed: int = 0,
         on_phase: Callable[[str, int], None] | None = None,
+        on_pools: Callable[[str, int, dict[str, Any]], None] | None = None,
         keep_gradients: bool = False,
         fused_update: bool = False,
     ) -> None:
@@ -102,9 +111,13 @@ class TrainingStep:
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.seed = seed
-        self.on_phase = on_phase or (lambda phase, micro_batch: None)
+        self.on_phase = on_phase
+        self.on_pools = on_pools
         self.keep_gradients = keep_gradients
         self.fused_update = fused_update
+        self._replay: StepReplay | None = None
+        if getattr(model.engine, "replayer", None) is not None and hasattr(model, "check_batch"):
+            self._replay = StepReplay(model, optimizer)
 
     def __call__(self, micro_batches: Sequence[MicroBatch], *, step: int, learning_rate: float) -> StepResult:
         """micro_batches: (tokens, targets) integer arrays [batch, seq], target -100 where there is no label.
@@ -121,48 +134,132 @@ class TrainingStep:
             )
         if not math.isfinite(learning_rate):
             raise BadInputError(f"learning_rate is {learning_rate}: it must be finite")
-        engine, optimizer = self.model.engine, self.optimizer
-        self.model.clear_gradients()
-        num_valid = sum(int((np.asarray(targets) != IGNORE_INDEX).sum()) for _, targets in micro_batches)
+        self.model.engine.check_open()
+        replay = self._replay
+        if replay is not None:
+            for tokens, targets in micro_batches:
+                self.model.check_batch(tokens, targets)  # type: ignore[attr-defined]
+        num_valid = sum(int(np.count_nonzero(np.asarray(targets) != IGNORE_INDEX)) for _, targets in micro_batches)
         if num_valid == 0:
+            self.model.clear_gradients()
             warnings.warn(f"step {step}: every label is ignored; the weights stay as they are", stacklevel=2)
             return StepResult(0.0, 0.0, 0, False)
-        values = optimizer.step_values()
+        values = self.optimizer.step_values()
+        parameters = [
+            StepParameters(self.seed, step, i, learning_rate, 1.0 / num_valid, **values)
+            for i in range(len(micro_batches))
+        ]
+        if replay is None:
+            self.model.clear_gradients()
+            self.model.engine.start_step()
+            return self._recorded(micro_batches, parameters, num_valid)
+        key = self._settings(micro_batches)
+        captured = replay.find(key)
+        if captured is None:
+            self.model.clear_gradients()
+            captured = replay.find(key)
+        if captured is not None:
+            return self._replayed(replay, captured, micro_batches, parameters, num_valid)
+        self.model.engine.start_step()
+        replay.start(key, self._obstacle())
+        try:
+            return self._recorded(micro_batches, parameters, num_valid)
+        finally:
+            replay.abandon()
+
+    # -- recorded ----------------------------------------------------------------------------------------------------
+    def _recorded(
+        self, micro_batches: Sequence[MicroBatch], parameters: Sequence[StepParameters], num_valid: int
+    ) -> StepResult:
         if self.fused_update:
-            ((tokens, targets),) = micro_batches
-            engine.set_step_parameters(StepParameters(self.seed, step, 0, learning_rate, 1.0 / num_valid, **values))
-            return self._fused(tokens, targets, num_valid)
+            return self._fused(micro_batches[0], parameters[0], num_valid)
+        engine, model = self.model.engine, self.model
         total: Tensor | None = None
-        for i, (tokens, targets) in enumerate(micro_batches):
-            engine.set_step_parameters(StepParameters(self.seed, step, i, learning_rate, 1.0 / num_valid, **values))
-            loss = self.model.loss(tokens, targets)
+        for i, micro_batch in enumerate(micro_batches):
+            loss = self._loss(micro_batch, parameters[i])
             if total is None:
                 total = loss
             else:
                 engine.add_(total, loss)
             del loss
-            self.on_phase("forward", i)
-            self.model.backward()
-            self.on_phase("backward", i)
-        report = optimizer.step(learning_rate, loss=total, max_norm=self.max_norm)
+            self._phase("forward", i)
+            model.backward()
+            self._phase("backward", i)
+        report = self.optimizer.step(parameters[-1].learning_rate, loss=total, max_norm=self.max_norm)
         del total
         if not self.keep_gradients:
-            self.model.clear_gradients()
-        self.on_phase("optimizer", len(micro_batches) - 1)
+            model.clear_gradients()
+        self._phase("optimizer", len(micro_batches) - 1)
+        if self._replay is not None:
+            self._replay.finish((report.state, report.sums), report.names)
         state = report.state.numpy()
         engine.end_batch()
-        return self._result(report.names, report.sums, state, num_valid)
+        engine.end_step()
+        return self._result(report.names, report.sums.numpy, state, num_valid)
 
-    def _fused(self, tokens: np.ndarray, targets: np.ndarray, num_valid: int) -> StepResult:
+    def _fused(self, micro_batch: MicroBatch, parameters: StepParameters, num_valid: int) -> StepResult:
         with FusedUpdate(self.optimizer) as fused:
-            fused.loss_known(self.model.loss(tokens, targets))
-            self.on_phase("forward", 0)
+            fused.loss_known(self._loss(micro_batch, parameters))
+            self._phase("forward", 0)
             self.model.backward()
-            self.on_phase("backward", 0)
+            self._phase("backward", 0)
             record = fused.finish()
-        self.on_phase("optimizer", 0)
+        self._phase("optimizer", 0)
+        if self._replay is not None:
+            self._replay.finish((record,), fused.names)
         report = fused.report(record)
         self.model.engine.end_batch()
+        self.model.engine.end_step()
+        return self._fused_result(report, num_valid)
+
+    def _loss(self, micro_batch: MicroBatch, parameters: StepParameters) -> Tensor:
+        replay, i = self._replay, parameters.micro_batch
+        if replay is None or not replay.recording:
+            self.model.engine.set_step_parameters(parameters)
+            return self.model.loss(*micro_batch)
+        tokens, targets = micro_batch
+        replay.set_parameters(parameters)
+        loss: Any = self.model.loss  # a model with check_batch takes tensors, too
+        return loss(replay.upload("tokens", i, tokens), replay.upload("targets", i, targets))
+
+    def _phase(self, phase: str, micro_batch: int) -> None:
+        if self.on_phase is not None:
+            self.on_phase(phase, micro_batch)
+        if self.on_pools is not None:
+            stats = self.model.engine.pool_stats()
+            if self._replay is not None:
+                stats = self._replay.sample(phase, micro_batch, stats)
+            self.on_pools(phase, micro_batch, stats)
+
+    # -- replayed ----------------------------------------------------------------------------------------------------
+    def _settings(self, micro_batches: Sequence[MicroBatch]) -> tuple[Any, ...]:
+        """What decides which ops a step records, beside model, optimizer and engine."""
+        shapes = tuple(tokens.shape for tokens, _ in micro_batches)
+        return shapes, self.max_norm, self.fused_update, self.keep_gradients, self.on_phase, self.on_pools is not None
+
+    def _obstacle(self) -> str:
+        if self.on_phase is not None:
+            return "on_phase may look at tensors"
+        return "gradients are kept" if self.keep_gradients else ""
+
+    def _replayed(
+        self,
+        replay: StepReplay,
+        captured: Captured,
+        micro_batches: Sequence[MicroBatch],
+        parameters: Sequence[StepParameters],
+        num_valid: int,
+    ) -> StepResult:
+        self.optimizer.num_updates += 1
+        results = replay.run(captured, micro_batches, parameters, self.on_pools)
+        if self.fused_update:
+            result = self._fused_result(FusedReport.of(captured.names, results[0]), num_valid)
+        else:
+            result = self._result(captured.names, lambda: results[1], results[0], num_valid)
+        return replace(result, replayed=True)
+
+    # -- result ------------------------------------------------------------------------------------------------------
+    def _fused_result(self, report: FusedReport, num_valid: int) -> StepResult:
         if not report.any_updated:
             self.optimizer.take_back()
         culprit = report.non_finite
@@ -170,13 +267,14 @@ class TrainingStep:
             culprit = "global gradient norm"
         return StepResult(report.loss / num_valid, report.norm, num_valid, report.any_updated, culprit)
 
-    def _result(self, names: Sequence[str], sums: Tensor, state: np.ndarray, num_valid: int) -> StepResult:
+    def _result(
+        self, names: Sequence[str], sums: Callable[[], np.ndarray], state: np.ndarray, num_valid: int
+    ) -> StepResult:
         finite, norm, loss = bool(state[1]), float(state[2]), float(state[3])
         culprit = None
         if not finite:
             self.optimizer.take_back()
-            squares = sums.numpy()
-            culprit = next((name for name, square in zip(names, squares, strict=True) if not np.isfinite(square)), "")
+            culprit = next((name for name, square in zip(names, sums(), strict=True) if not np.isfinite(square)), "")
             if not math.isfinite(loss):
                 culprit = "loss"
             culprit = culprit or "global gradient norm"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from ..engine.compute_engine import ComputeEngine
 from ..engine.cpu_engine import CpuEngine
@@ -93,6 +94,7 @@ def make_training_step(
     optimizer: Optimizer,
     config: RunConfig,
     on_phase: Callable[[str, int], None] | None = None,
+    on_pools: Callable[[str, int, dict[str, Any]], None] | None = None,
 ) -> TrainingStep:
     """One optimizer step as the options say."""
     return TrainingStep(
@@ -101,6 +103,7 @@ def make_training_step(
         max_norm=config.max_norm,
         seed=config.seed,
         on_phase=on_phase,
+        on_pools=on_pools,
         fused_update=config.fused_update,
     )
 

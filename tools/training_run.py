@@ -76,7 +76,7 @@ class TrainingRun:
         self.root = root
         self.timeline = timeline
         self._pool_stats: dict[str, Any] = {}
-        self._training_step = make_training_step(model, optimizer, config, self._sample_pools)
+        self._training_step = make_training_step(model, optimizer, config, on_pools=self._sample_pools)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
     def run(self) -> Outcome:
@@ -159,6 +159,7 @@ class TrainingRun:
             time=seconds,
             tokens_per_s=speed,
             epoch=cursor[0],
+            replayed=result.replayed,
             pool_stats=self._pool_stats,
         )
         progress.step(self.step, result.loss, rate, result.grad_norm, speed)
@@ -187,11 +188,11 @@ class TrainingRun:
         progress.say(f"step {self.step}/{self.num_steps}  held-out loss {per_byte:.4f} nats/byte")
         return per_byte
 
-    def _sample_pools(self, phase: str, micro_batch: int) -> None:
+    def _sample_pools(self, phase: str, micro_batch: int, stats: dict[str, Any]) -> None:
         """Pool statistics after a phase; with several micro-batches, after the last one's."""
         if self.timeline is not None:
             self.timeline.on_phase(phase, micro_batch)
-        self._pool_stats[phase] = {name: _as_dict(stats) for name, stats in self.engine.pool_stats().items()}
+        self._pool_stats[phase] = {name: _as_dict(each) for name, each in stats.items()}
 
     def _log_path(self) -> str | None:
         if self.config.log_file is None and self.root is not None:

@@ -1,0 +1,256 @@
+"""Captured steps: recorded once as plain data, then submitted again with new inputs and no Python for any op.
+
+A capture owns the command buffers of a whole step and the host memory for all that the step uploads. It relies on
+addresses in pool blocks; the pools tell it when one of those blocks goes back to the driver, and it is then dropped: a
+stale address is never submitted. Who captures (nn/step_replay.py) decides when a step is the same as a captured one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..memory_pool import BlockPool, PoolStats
+from .recorder import Recorder, place_of
+from .step_stream import WRITE, Input, StepStream
+from .tensor import Tensor
+from .vulkan_api import Buffer, CommandBuffer, PreparedSubmit
+
+_ALIGNMENT = 64  # of each piece of host data
+
+
+@dataclass
+class ReplayStats:
+    """What became of the training steps of an engine.
+
+    recorded: op by op. captured: of those, kept to be submitted again. replayed: without any op. dropped: reason ->
+    captures given up. not_captured: reason -> recorded steps that could not be looked at for capture.
+    """
+
+    recorded: int = 0
+    captured: int = 0
+    replayed: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    not_captured: Counter[str] = field(default_factory=Counter)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, for a log."""
+        return {
+            "recorded": self.recorded,
+            "captured": self.captured,
+            "replayed": self.replayed,
+            "dropped": dict(self.dropped),
+            "not_captured": dict(self.not_captured),
+        }
+
+
+class PoolUse:
+    """What a step does to a pool's statistics; it leaves no range behind. peak_before: of live bytes, before it."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.peak_before = pool.peak_live_bytes
+        self.first_allocation = pool.total_allocations
+        self.peak = self.num_allocations = 0
+        pool.peak_live_bytes = pool.live_bytes
+
+    def finish(self) -> None:
+        """The step is over."""
+        pool = self.pool
+        self.peak = pool.peak_live_bytes
+        self.num_allocations = pool.total_allocations - self.first_allocation
+        pool.peak_live_bytes = max(self.peak, self.peak_before)
+
+
+class _Encoding:
+    """One set of host memory and the command buffers that use it."""
+
+    def __init__(self, recorder: Recorder, stream: StepStream) -> None:
+        self.recorder = recorder
+        places, end = [], 0
+        writes = [command for command in stream.commands if command[0] == WRITE]
+        for nbytes in [write[3] for write in writes] + [result[2] for result in stream.results]:
+            places.append(end)
+            end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.staging: Buffer = recorder.device.create_buffer(max(end, _ALIGNMENT), host_visible=True)
+        mapping = self.staging.mapping
+        self.inputs: dict[Input, memoryview] = {}
+        for (_, _, _, nbytes, what), place in zip(writes, places, strict=False):
+            view = mapping[place : place + nbytes]
+            if isinstance(what, Input):
+                self.inputs[what] = view
+            else:
+                view[:] = what
+        self.results = [
+            mapping[place : place + result[2]]
+            for result, place in zip(stream.results, places[len(writes) :], strict=True)
+        ]
+        self.commands: list[CommandBuffer] = recorder.encode(stream, self.staging, places)
+        self.prepared = PreparedSubmit(self.commands)
+
+    def destroy(self) -> None:
+        """Give everything back once the device has done with it."""
+        self.inputs.clear()
+        self.results.clear()
+        for commands in self.commands:
+            self.recorder.retire(commands)
+        self.recorder.retire(self.staging)
+
+
+class Capture:
+    """One step that can be submitted again. uses: what it does to the statistics of each pool.
+
+    Raises OutOfDeviceMemoryError when there is no room for its host memory.
+    """
+
+    def __init__(self, replayer: StepReplayer, stream: StepStream, uses: Sequence[PoolUse]) -> None:
+        self.dropped = ""
+        self._replayer = replayer
+        self._recorder = replayer.recorder
+        self._stats = replayer.stats
+        self._uses = uses
+        self._stream = stream
+        self._encodings = [_Encoding(self._recorder, stream)]
+        self._next = 0
+        self._fence = self._recorder.device.create_fence()
+        self._blocks = [block for use in uses for block in use.pool.pin_step(self)]
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of host memory it owns."""
+        return sum(encoding.staging.nbytes for encoding in self._encodings)
+
+    @property
+    def inputs(self) -> dict[Input, memoryview]:
+        """Where the next submit takes its inputs from. Waits where a submit under way still reads them."""
+        if self._recorder.is_in_flight(self._fence):  # only after an interrupt, or an error while waiting
+            self._recorder.wait()
+        return self._encodings[self._next].inputs
+
+    def submit(self) -> list[memoryview]:
+        """Hand the step to the device; does not wait. The inputs are written before. Returns where results will be."""
+        assert not self.dropped
+        encoding = self._encodings[self._next]
+        self._recorder.resubmit(encoding.prepared, self._fence)
+        for use in self._uses:
+            pool = use.pool
+            pool.total_allocations += use.num_allocations
+            use.peak_before = pool.peak_live_bytes
+            pool.peak_live_bytes = max(pool.peak_live_bytes, use.peak)
+            pool.start_step()
+        for block in self._blocks:
+            block.touched = True
+        return encoding.results
+
+    def in_replay(self, stats: dict[str, PoolStats]) -> dict[str, PoolStats]:
+        """Statistics taken when the step was recorded, as recording it now would show them. After `submit`."""
+        shown = {}
+        for use in self._uses:
+            pool, then = use.pool, stats.get(use.pool.name)
+            if then is not None:
+                shown[pool.name] = replace(
+                    then,
+                    peak_live_bytes=max(then.peak_live_bytes, use.peak_before),
+                    total_allocations=then.total_allocations
+                    - use.first_allocation
+                    + pool.total_allocations
+                    - use.num_allocations,
+                    peak_reserved_bytes=pool.peak_reserved_bytes,
+                    total_blocks=pool.total_blocks,
+                    retain_free_bytes=pool.retain_free_bytes,
+                    generation=pool.generation,
+                )
+        return shown
+
+    def block_released(self) -> None:
+        """A block whose addresses it uses goes back to the driver."""
+        self.drop("a block it uses was released")
+
+    def drop(self, reason: str) -> None:
+        """Never submit it again. Harmless a second time."""
+        if self.dropped:
+            return
+        self.dropped = reason
+        self._stats.dropped[reason] += 1
+        self._destroy()
+
+    def _destroy(self) -> None:
+        for encoding in self._encodings:
+            encoding.destroy()
+        self._encodings.clear()
+        self._recorder.retire(self._fence)
+        self._blocks.clear()
+
+    def __del__(self) -> None:
+        if not getattr(self, "dropped", "never made"):
+            self.drop("its training step is gone")
+
+
+class StepReplayer:
+    """Takes down the steps of one VulkanEngine and keeps account of what was captured.
+
+    obstacle: set it to a reason (a profiler that wants every op, say) and nothing is captured or replayed.
+    """
+
+    def __init__(self, recorder: Recorder, pools: Sequence[BlockPool]) -> None:
+        self.recorder = recorder
+        self.pools = tuple(pools)
+        self.stats = ReplayStats()
+        self.obstacle = ""
+        self._captures: weakref.WeakSet[Capture] = weakref.WeakSet()
+        self._uses: list[PoolUse] = []
+
+    def placement(self) -> tuple[tuple[int, int, int], ...]:
+        """Equal when the live ranges of all pools are the same."""
+        return tuple(pool.placement for pool in self.pools)
+
+    def start(self) -> None:
+        """A step begins: take down what is recorded from now on."""
+        self.recorder.submit()
+        self._uses = [PoolUse(pool) for pool in self.pools]
+        self.recorder.stream = StepStream()
+
+    def bring(self, kind: str, micro_batch: int) -> None:
+        """The next upload differs from step to step."""
+        if self.recorder.stream is not None:
+            self.recorder.next_input = Input(kind, micro_batch)
+
+    def finish(self, results: Sequence[Tensor] = ()) -> tuple[StepStream, list[PoolUse]]:
+        """All commands of the step are recorded; what comes now is no part of it. results: what is read back."""
+        self.recorder.before_recording()
+        stream, self.recorder.stream = self.recorder.stream, None
+        assert stream is not None
+        stream.results = [place_of(tensor) for tensor in results]
+        for use in self._uses:
+            use.finish()
+        uses, self._uses = self._uses, []
+        return stream, uses
+
+    def abandon(self) -> None:
+        """The step ended in an error, or is not to be captured. Harmless when none was begun."""
+        if self.recorder.stream is not None:
+            self.finish()
+        self.recorder.next_input = None
+
+    def capture(self, stream: StepStream, uses: Sequence[PoolUse]) -> Capture:
+        """Keep a step that was just recorded. Raises OutOfDeviceMemoryError."""
+        made = Capture(self, stream, uses)
+        self._captures.add(made)
+        self.stats.captured += 1
+        return made
+
+    def in_step(self, stats: dict[str, PoolStats]) -> dict[str, PoolStats]:
+        """Statistics taken while a step is recorded, with the peaks that are put aside meanwhile."""
+        before = {use.pool.name: use.peak_before for use in self._uses}
+        return {
+            name: replace(each, peak_live_bytes=max(each.peak_live_bytes, before.get(name, 0)))
+            for name, each in stats.items()
+        }
+
+    def close(self) -> None:
+        """Drop every capture."""
+        for capture in list(self._captures):
+            capture.drop("the engine was closed")

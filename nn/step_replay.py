@@ -1,0 +1,213 @@
+"""Which steps of a TrainingStep are the same as one before, and are submitted again instead of being recorded.
+
+A step is captured when two recorded steps in a row had the same key and handed the same stream of commands to the
+device. From then on it is replayed whenever its key comes up: shapes, optimizer and its settings, every attribute of
+the model's parts (nn/mode_watch.py), every VKFOLD_* switch, and the live ranges of all memory pools. With equal live
+ranges the memory that the captured step writes is free, or is what recording would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..engine import switches
+from ..engine.errors import OutOfDeviceMemoryError
+from ..engine.replay import Capture, StepReplayer
+from ..engine.step_parameters import StepParameters
+from ..engine.step_stream import Input, StepStream
+from ..engine.tensor import Tensor
+from .mode_watch import ModeWatch, Watched, does_what_it_says, lists_of, parts_of
+
+MAX_CAPTURES = 4  # of one TrainingStep: sequence lengths that alternate, or training with evaluation in between
+_NOT_SETTINGS = ("num_updates", "learning_rate")  # of an optimizer: they reach the device as step parameters
+
+Sample = tuple[str, int, dict[str, Any]]  # phase, micro-batch, pool statistics
+
+
+@dataclass
+class Captured:
+    """A captured step: its key, and what Python does in such a step beside recording."""
+
+    key: tuple[Any, ...]
+    watch: ModeWatch
+    changed: dict[tuple[int, str], Any]
+    stream: StepStream
+    capture: Capture | None = None
+    names: Any = None  # whatever the caller needs to make sense of the results
+    samples: list[Sample] = field(default_factory=list)
+    offloaded_bytes: int = 0
+    restored_bytes: int = 0
+
+    def is_like(self, key: tuple[Any, ...], watch: ModeWatch) -> bool:
+        """Whether a step with this key, started now, would be the same."""
+        return self.watch is watch and not watch.ended and self.key == key and self.changed == watch.changed
+
+
+class StepReplay:
+    """The captures of one TrainingStep. recording: whether the step under way is taken down.
+
+    settings, in its methods: what decides which ops a step records, beside model, optimizer and engine.
+    """
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.engine = model.engine
+        self.replayer: StepReplayer = self.engine.replayer
+        self._captured: list[Captured] = []  # the last used first
+        self._last: Captured | None = None  # the last step, if it was recorded
+        self._now: Captured | None = None  # the step being recorded
+        self._lists: list[tuple[list[Any], tuple[Any, ...]]] = []
+        self._sound = False  # whether the model's parts do what their attributes say
+
+    # -- is it the same ----------------------------------------------------------------------------------------------
+    def find(self, settings: tuple[Any, ...]) -> Captured | None:
+        """The captured step that is the same as the one about to be made, if any."""
+        if not self._captured or self.engine.replay_obstacle():
+            return None
+        watch = self._watch()
+        if watch is None:
+            return None
+        key = self._key(settings)
+        for i, captured in enumerate(self._captured):
+            assert captured.capture is not None
+            if captured.is_like(key, watch) and not captured.capture.dropped:
+                if i:
+                    self._captured.insert(0, self._captured.pop(i))
+                return captured
+        return None
+
+    def _watch(self) -> ModeWatch | None:
+        """The model's watch, None where there is none or layers were exchanged."""
+        watch = getattr(self.model, "_watch", None)
+        if watch is None or watch.ended or watch.model() is not self.model:
+            return None
+        return watch if all(tuple(now) == before for now, before in self._lists) else None
+
+    def _start_watch(self) -> ModeWatch | None:
+        """A watch over all parts there are now; None when some part cannot be relied on."""
+        model, optimizer = self.model, self.optimizer
+        self._lists = []
+        self._sound = isinstance(model, Watched) and does_what_it_says(optimizer)
+        self._sound = self._sound and all(does_what_it_says(part) for part in parts_of(model))
+        if not self._sound:
+            return None
+        self._lists = lists_of(model)
+        return ModeWatch(model)
+
+    def _key(self, settings: tuple[Any, ...]) -> tuple[Any, ...]:
+        optimizer = [value for name, value in vars(self.optimizer).items() if name not in _NOT_SETTINGS]
+        return settings, optimizer, switches.snapshot(), self.replayer.placement()
+
+    # -- recording ---------------------------------------------------------------------------------------------------
+    def start(self, settings: tuple[Any, ...], obstacle: str) -> None:
+        """A step is about to be recorded; no gradient is left from the one before. obstacle: to its capture, or ""."""
+        stats = self.replayer.stats
+        stats.recorded += 1
+        self._now = None
+        reason = obstacle or self.engine.replay_obstacle()
+        if not reason:
+            watch = self._watch() or self._start_watch()
+            if watch is not None:
+                self._now = Captured(self._key(settings), watch, dict(watch.changed), StepStream())
+                self._now.offloaded_bytes = -self.engine.offloaded_bytes
+                self._now.restored_bytes = -self.engine.restored_bytes
+                self.replayer.start()
+                return
+            reason = "a layer or the optimizer is not known to record the same ops each time (replay_supported)"
+        stats.not_captured[reason] += 1
+        self._last = None
+
+    @property
+    def recording(self) -> bool:
+        return self._now is not None
+
+    def set_parameters(self, parameters: StepParameters) -> None:
+        """Put the step parameters of a micro-batch in force."""
+        self.replayer.bring("parameters", parameters.micro_batch)
+        self.engine.set_step_parameters(parameters)
+
+    def upload(self, kind: str, micro_batch: int, array: np.ndarray) -> Tensor:
+        """An int32 tensor with the values of an array that differs from step to step."""
+        tensor: Tensor = self.engine.empty(array.shape, "int32")
+        self.replayer.bring(kind, micro_batch)
+        self.engine.upload(tensor, array)
+        return tensor
+
+    def sample(self, phase: str, micro_batch: int, stats: dict[str, Any]) -> dict[str, Any]:
+        """Note statistics of a phase; returns them as they would be without replay."""
+        if self._now is None:
+            return stats
+        self._now.samples.append((phase, micro_batch, stats))
+        return self.replayer.in_step(stats)
+
+    def finish(self, results: Sequence[Any], names: Any) -> None:
+        """Everything is recorded; `results` are the tensors about to be read."""
+        now = self._now
+        if now is None:
+            return
+        now.names = names
+        now.offloaded_bytes += self.engine.offloaded_bytes
+        now.restored_bytes += self.engine.restored_bytes
+        now.stream, uses = self.replayer.finish(results)
+        last, self._last, self._now = self._last, None, None
+        reason = now.stream.obstacle
+        if not reason and now.changed != now.watch.changed:
+            reason = "a layer's attributes changed during the step"
+        if reason:
+            self.replayer.stats.not_captured[reason] += 1
+        elif last is not None and last.is_like(now.key, now.watch) and last.stream.same_as(now.stream):
+            self._capture(now, uses)
+        else:
+            self._last = now
+
+    def _capture(self, now: Captured, uses: Any) -> None:
+        try:
+            now.capture = self.replayer.capture(now.stream, uses)
+        except OutOfDeviceMemoryError:
+            self.replayer.stats.not_captured["no memory for its host data"] += 1
+            return
+        kept = [each for each in self._captured if each.capture is not None and not each.capture.dropped]
+        self._captured = [now, *kept[: MAX_CAPTURES - 1]]
+        for each in kept[MAX_CAPTURES - 1 :]:
+            assert each.capture is not None
+            each.capture.drop("more steps of other shapes or settings than are kept")
+
+    def abandon(self) -> None:
+        """The step ended in an error. Harmless when it did not."""
+        if self._now is not None:
+            self._now = self._last = None
+            self.replayer.abandon()
+
+    # -- replaying ---------------------------------------------------------------------------------------------------
+    def run(
+        self,
+        captured: Captured,
+        batches: Sequence[tuple[np.ndarray, np.ndarray]],
+        parameters: Sequence[StepParameters],
+        on_pools: Callable[[str, int, dict[str, Any]], None] | None,
+    ) -> list[np.ndarray]:
+        """Submit a captured step with new inputs, wait for it; its results, float32."""
+        capture, engine = captured.capture, self.engine
+        assert capture is not None
+        inputs = capture.inputs
+        for i, ((tokens, targets), values) in enumerate(zip(batches, parameters, strict=True)):
+            inputs[Input("parameters", i)][:] = values.pack()
+            np.frombuffer(inputs[Input("tokens", i)], np.int32)[:] = tokens.reshape(-1)
+            np.frombuffer(inputs[Input("targets", i)], np.int32)[:] = targets.reshape(-1)
+        results = capture.submit()
+        self.replayer.stats.replayed += 1
+        self._last = None
+        engine.step_parameters = parameters[-1]
+        engine.offloaded_bytes += captured.offloaded_bytes
+        engine.restored_bytes += captured.restored_bytes
+        if on_pools is not None:
+            for phase, micro_batch, stats in captured.samples:
+                on_pools(phase, micro_batch, capture.in_replay(stats))
+        engine.end_batch()
+        engine.end_step()
+        return [np.frombuffer(bytes(view), np.float32) for view in results]
