@@ -1,14 +1,14 @@
-"""Which tile a matmul uses: a pure function of op, shape and device. All variants give the same bits.
+"""The family of matmul kernels, and which one a product takes: a pure function of op, shape and device.
 
-A variant is a tile: rows (`tm`) and columns (`tn`) of C that one lane accumulates, and subgroups a workgroup. Every
-element of C is one fma chain over k in every variant (shaders/matmul.comp): the choice changes time and nothing else.
+A variant is a tile of one subgroup: each lane accumulates `tm` rows by `tn` columns of C (shaders/matmul.comp). Every
+element of C is one fma chain over k in every variant with split 1: the choice changes time and nothing else. `split`
+is the accumulation order, a function of shape and device alone (`split_of`); no tuning chooses it.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,20 +16,26 @@ if TYPE_CHECKING:
     from .recorder import Recorder
 
 SUBGROUP_SIZES = (4, 8, 16, 32, 64)
+_MIN_INVOCATIONS = 128  # a workgroup, on any Vulkan device
 
 
 class Capabilities(NamedTuple):
-    """What the choice looks at. driver: "llvmpipe", "SwiftShader" or another; driver_major: its version."""
+    """What the choice looks at. driver: "llvmpipe", "SwiftShader" or another; driver_major: its version.
+
+    parallel: subgroups the device works on at a time, about.
+    """
 
     subgroup_size: int
     is_cpu: bool
     driver: str
     driver_major: int
+    parallel: int = 1024
 
     @classmethod
     def of(cls, gpu: Recorder) -> Capabilities:
         """Of the device that is being recorded for."""
-        return cls(gpu.subgroup_size, gpu.is_cpu, gpu.driver, _major(gpu.device.physical.driver_info))
+        parallel = _cpus() if gpu.is_cpu else 1024
+        return cls(gpu.subgroup_size, gpu.is_cpu, gpu.driver, _major(gpu.device.physical.driver_info), parallel)
 
 
 @cache
@@ -38,39 +44,105 @@ def _major(driver_info: str) -> int:
     return int(found.group()) if found else 0
 
 
-class Variant(NamedTuple):
-    """A tile of tm rows by tn columns a lane. speed: relative rate of FMAs when its tile is full.
+@cache
+def _cpus() -> int:
+    return os.cpu_count() or 1
 
+
+class Variant(NamedTuple):
+    """A tile of tm rows by tn columns a lane; unroll: values of k a round; subgroups: of a workgroup.
+
+    spread: how a value of A reaches all lanes: "shuffle", "broadcast", or "load" (each lane loads it). split: parts of
+    k that subgroups of a workgroup sum up apart. written: loops written out, for a driver that unrolls none.
     least_work: products below this many multiply-adds leave it aside, because its compilation would not pay.
     """
 
+    spread: str
     tm: int
     tn: int
-    subgroups: int
-    speed: float
+    unroll: int = 1
+    subgroups: int = 1
+    split: int = 1
+    written: bool = False
     least_work: int = 0
 
     @property
     def name(self) -> str:
-        """As it is forced and logged, for example "8x4"."""
-        return f"{self.tm}x{self.tn}"
+        """As it is forced and logged, for example "shuffle_32x8u2"."""
+        unroll = f"u{self.unroll}" if self.unroll > 1 else ""
+        return f"{self.spread}_{self.tm}x{self.tn}{unroll}" + (f"_split{self.split}" if self.split > 1 else "")
 
 
-# Speeds were measured at 512 x 512 x 512; only their ratios matter.
-_LAVAPIPE_OLD = (Variant(32, 4, 1, 1.0, 2**25), Variant(16, 4, 1, 0.9), Variant(8, 4, 1, 0.7), Variant(4, 4, 1, 0.5))
-_LAVAPIPE = (Variant(8, 8, 1, 1.0), Variant(16, 4, 1, 0.9), Variant(8, 4, 1, 0.8), Variant(4, 4, 1, 0.5))
-_SWIFTSHADER = (Variant(16, 8, 1, 1.0), Variant(8, 8, 1, 0.9), Variant(8, 4, 1, 0.8), Variant(4, 4, 1, 0.5))
-_GPU = (
-    Variant(16, 4, 4, 1.0),
-    Variant(8, 4, 4, 0.9),
-    Variant(4, 4, 4, 0.6),
-    Variant(8, 1, 4, 0.5),
-    Variant(4, 1, 4, 0.4),
+class Choice(NamedTuple):
+    """A variant, and whether its lanes lie along the rows of C instead of its columns."""
+
+    variant: Variant
+    swapped: bool = False
+
+    @property
+    def name(self) -> str:
+        """For example "shuffle_32x8u2" or "shuffle_16x8u2_swapped"."""
+        return self.variant.name + "_swapped" * self.swapped
+
+
+class Product(NamedTuple):
+    """Sizes of a product: batch x [m, k] x [k, n]."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def work(self) -> int:
+        """Multiply-adds."""
+        return self.batch * self.m * self.n * self.k
+
+
+class Costs(NamedTuple):
+    """Nanoseconds of one lane-wide step, measured with a loop of each: a model to rank variants by, not to predict."""
+
+    load: float
+    store: float
+    spread: float
+    multiply: float
+    round: float  # of the loop over k
+
+
+_COMPILE_PAYS = 2**22  # multiply-adds from which the largest tiles are worth half a second of compilation
+
+
+def _shuffle_family(unroll: int) -> tuple[Variant, ...]:
+    return (
+        Variant("shuffle", 32, 8, unroll, least_work=_COMPILE_PAYS),
+        *(Variant("shuffle", tm, tn, unroll) for tm, tn in ((16, 8), (12, 8), (8, 8), (16, 4), (8, 4), (4, 8), (8, 1))),
+    )
+
+
+_LAVAPIPE_OLD = _shuffle_family(2)
+_LAVAPIPE = _shuffle_family(4)
+_SWIFTSHADER = tuple(
+    Variant("broadcast", tm, tn, written=True) for tm, tn in ((16, 8), (8, 8), (16, 4), (8, 4), (4, 4), (8, 1))
 )
+_GPU = tuple(
+    Variant("broadcast", tm, tn, unroll, subgroups=4)
+    for tm, tn, unroll in ((16, 4, 2), (8, 8, 2), (8, 4, 2), (4, 4, 4), (8, 1, 4), (4, 1, 4))
+)
+_GPU_SPLIT = tuple(
+    Variant("broadcast", tm, tn, unroll, split=split)
+    for split in (4, 2)
+    for tm, tn, unroll in ((8, 4, 2), (4, 4, 4), (4, 1, 4))
+)
+_COSTS_LAVAPIPE_OLD = Costs(load=4.7, store=4.8, spread=0.11, multiply=0.25, round=20.0)
+_COSTS_LAVAPIPE = Costs(load=2.2, store=2.1, spread=0.05, multiply=0.23, round=10.0)
+_COSTS_SWIFTSHADER = Costs(load=4.1, store=2.9, spread=0.56, multiply=1.1, round=4.0)
+_COSTS_GPU = Costs(load=4.0, store=4.0, spread=1.0, multiply=1.0, round=4.0)  # not measured: relative to a multiply-add
 
 
-def variants(device: Capabilities) -> tuple[Variant, ...]:
-    """The family of a device."""
+def variants(device: Capabilities, split: int = 1) -> tuple[Variant, ...]:
+    """The family of a device for one accumulation order; the last is the base variant the others are checked by."""
+    if split > 1:
+        return tuple(v for v in _GPU_SPLIT if v.split == split)
     if device.driver == "llvmpipe":
         return _LAVAPIPE if device.driver_major >= 24 else _LAVAPIPE_OLD
     return _SWIFTSHADER if device.driver == "SwiftShader" else _GPU
@@ -78,45 +150,57 @@ def variants(device: Capabilities) -> tuple[Variant, ...]:
 
 def all_variants(subgroup_size: int) -> tuple[Variant, ...]:
     """Every variant a device with this subgroup size can ask for."""
-    families: list[tuple[Variant, ...]] = [_GPU]
+    families: list[tuple[Variant, ...]] = [_GPU, tuple(v for v in _GPU_SPLIT if v.split == _split_for(subgroup_size))]
     if subgroup_size == 4:
         families.append(_SWIFTSHADER)
     if subgroup_size in (4, 8, 16):  # lavapipe goes by the CPU's vector width
         families += [_LAVAPIPE, _LAVAPIPE_OLD]
-    return tuple({(v.tm, v.tn, v.subgroups): v for family in families for v in family}.values())
+    return tuple(dict.fromkeys(variant for family in families for variant in family))
 
 
-_forced: list[str] = []
+def _split_for(subgroup_size: int) -> int:
+    return min(4, _MIN_INVOCATIONS // subgroup_size)
 
 
-@contextmanager
-def forced_variant(name: str) -> Iterator[None]:
-    """Every matmul recorded inside uses the variant of this name. For tests and measurements."""
-    _forced.append(name)
-    try:
-        yield
-    finally:
-        _forced.pop()
+def split_of(device: Capabilities, product: Product) -> int:
+    """Parts of k in the accumulation order of a product: more than 1 on GPUs where C alone would not fill the device.
 
-
-def choose(device: Capabilities, batch: int, m: int, n: int, k: int) -> Variant:
-    """The variant with the least estimated time. Raises ValueError when a forced one is not in the family.
-
-    Estimate: tiles are worked through `parallel` at a time, and a tile takes its area over its speed. So padding at the
-    edges counts in full, and a matrix of few tiles prefers smaller ones that fill the device.
+    A CPU driver runs a workgroup on one thread: there it is always 1.
     """
-    family = variants(device)
-    if _forced:
-        for variant in family:
-            if variant.name == _forced[-1]:
-                return variant
-        raise ValueError(f"no matmul variant {_forced[-1]!r}: this device has {', '.join(v.name for v in family)}")
-    parallel = 4 if device.is_cpu else 1024
+    if device.is_cpu:
+        return 1
+    small = product.batch * product.m * product.n <= 16 * device.subgroup_size * device.parallel
+    return _split_for(device.subgroup_size) if small and product.k >= 256 else 1
 
-    def seconds(variant: Variant) -> float:
-        width = variant.tn * device.subgroup_size
-        tiles = batch * -(-m // variant.tm) * -(-n // width)
-        return -(-tiles // parallel) * variant.tm * width / variant.speed
 
-    work = batch * m * n * k
-    return min((variant for variant in family if variant.least_work <= work), key=seconds)
+def candidates(device: Capabilities, product: Product) -> list[Choice]:
+    """All that may carry out a product here, every one with the same bits."""
+    family = [v for v in variants(device, split_of(device, product)) if v.least_work <= product.work]
+    # On a GPU neighbouring lanes should load neighbouring columns.
+    return [Choice(v, swapped) for v in family for swapped in ((False, True) if device.is_cpu else (False,))]
+
+
+def tiles_of(device: Capabilities, product: Product, choice: Choice) -> tuple[int, int]:
+    """Tiles along the spread side (rows, unless swapped) and along the lanes' side of C."""
+    rows, columns = (product.n, product.m) if choice.swapped else (product.m, product.n)
+    return -(-rows // choice.variant.tm), -(-columns // (choice.variant.tn * device.subgroup_size))
+
+
+def estimate(device: Capabilities, product: Product, choice: Choice) -> float:
+    """Nanoseconds by the model: tiles are worked through `parallel` at a time, padding counts in full."""
+    costs = _COSTS_GPU
+    if device.driver == "llvmpipe":
+        costs = _COSTS_LAVAPIPE if device.driver_major >= 24 else _COSTS_LAVAPIPE_OLD
+    elif device.driver == "SwiftShader":
+        costs = _COSTS_SWIFTSHADER
+    variant, size = choice.variant, device.subgroup_size
+    down, across = tiles_of(device, product, choice)
+    step = (variant.tn + -(-variant.tm // size)) * costs.load + variant.tm * costs.spread + costs.round / variant.unroll
+    step += variant.tm * variant.tn * costs.multiply
+    tile = step * product.k / variant.split + variant.tm * variant.tn * costs.store
+    return -(-product.batch * down * across * variant.split // device.parallel) * tile
+
+
+def least_estimate(device: Capabilities, product: Product) -> Choice:
+    """The candidate with the least estimated time; of equals the first, which is the larger tile."""
+    return min(candidates(device, product), key=lambda choice: estimate(device, product, choice))

@@ -133,6 +133,11 @@ def snapshot() -> tuple[str | None, ...]:
     return tuple(environment.get(name) for name in SWITCHES)
 
 
+def raw(name: str) -> str:
+    """The text of a switch as it stands, "" when unset: for what is looked at in every op, where `get` is too slow."""
+    return os.environ.get(name, "")
+
+
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """One message for each VKFOLD_ variable that is not in the table, with the nearest name that is."""
     messages = []

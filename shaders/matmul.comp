@@ -1,202 +1,145 @@
-// C = A B, float32, any shape, any transposition. A subgroup computes TM rows x SIZE * TN columns of C; every lane holds
-// TM x TN sums in registers. Columns of B are loaded by the lane that owns them, values of A by one lane each (16 bytes
-// at a time) and spread by broadcast: a value is loaded once a subgroup, and there is no barrier.
+// C = A B, float32, any shape, any transposition, from registers alone. A subgroup computes a tile of TM rows and
+// SIZE * TN columns of C; each lane holds TM x TN sums. A lane loads its own columns of B; a row's value of A is loaded
+// by one lane and spread to all, so that one load serves many multiplications: no shared memory, no barrier.
 //
-// Every element of C is one chain fma(a[k], b[k], sum) over k = 0, 1, 2, ... from 0, or with CONTINUE from what C holds,
-// whatever the tile: equal bits. A long k comes in slices k_begin .. k_end - 1, a dispatch each, because lavapipe 22.3
-// silently ends loops after 65,535 rounds, counted over all loops of an invocation.
-// Rows and columns beyond the matrix are clamped to the last one when loading and not stored.
+// Every element of C is one chain fma(a[k], b[k], sum) over k = 0, 1, 2, ... from 0, or with RESUMES from what C holds,
+// whatever the tile: equal bits. With SPLIT > 1 the subgroups of a workgroup take one contiguous part of k each, and
+// the sums of part 1, 2, ... are added to those of part 0 in this order.
 //
-// SIZE: lanes of a subgroup. TM: rows of a tile, a multiple of 4. TN: columns a lane, 1 or 4 * NUM_VECTORS.
-// TA, TB: A is stored [K, M], B is stored [N, K]. VEC4: rows of A, B and C start on 16 bytes.
-// A block is BLOCK values of k: its part of A is A_VECTORS vectors of four a lane, vector q on lane q % SIZE.
-// EACH_ROW(F, x), EACH_VECTOR(F, x), EACH_COLUMN(F, x), EACH_A(F, x), EACH_STEP(F, x): F(0, x) F(1, x) ... for the rows,
-// vectors and columns a lane holds, its vectors of A and the k of a block. Written out because not all drivers unroll.
-// The text of `activate` comes first: engine/ops/activation.py.
+// Where an element lies is told by strides, so the four transpositions, and lanes along the rows of C instead of its
+// columns, are one kernel: a_row, a_k, b_col, b_k, c_row, c_col count elements. Rows and columns beyond the matrix are
+// clamped to the last one when loading and not stored.
+//
+// SIZE: lanes of a subgroup. TM, TN: the tile of a lane. UNROLL_K: values of k in a round. A_LOADS: loads that bring TM
+// rows to SIZE lanes. SPREAD_SHUFFLE, SPREAD_BROADCAST: how a value reaches all lanes; neither: all lanes load it.
+// EACH_ROW(F, x), EACH_COLUMN(F, x), EACH_A(F, x), EACH_K(F, x): F(0, x) F(1, x) ..., as the driver likes it best: an
+// unrolled loop, or written out. The text of `activate` comes first: engine/ops/activation.py.
 
-#if TN == 1
-#define WIDTH 1
-#define COLUMNS float
-#else
-#define WIDTH 4
-#define COLUMNS vec4
+const uint BIAS = 1u, RESIDUAL = 2u, BIAS_BY_ROW = 4u;
+
+#if SPLIT > 1
+shared float partial[(SPLIT - 1) * TM * TN * SIZE];
 #endif
 
-#if TA
-#define A_VECTOR(r, kk) ((kk) * (TM / 4) + (r) / 4)
-#define A_COMPONENT(r, kk) ((r) % 4)
-#define A_STEP (BLOCK * m)
+#ifdef SPREAD_SHUFFLE
+#define SPREAD(r, u) subgroupShuffle(a[(r) / SIZE * UNROLL_K + u], (r) % SIZE)
+#elif defined SPREAD_BROADCAST
+#define SPREAD(r, u) subgroupBroadcast(a[(r) / SIZE * UNROLL_K + u], (r) % SIZE)
 #else
-#define A_VECTOR(r, kk) ((kk) / 4 * TM + (r))
-#define A_COMPONENT(r, kk) ((kk) % 4)
-#define A_STEP BLOCK
-#endif
-#if TB
-#define B_STEP BLOCK
-#else
-#define B_STEP (BLOCK * n)
+#define SPREAD(r, u) a[(r) * UNROLL_K + u]
 #endif
 
-const uint BIAS = 1u, RESIDUAL = 2u, CONTINUE = 4u;
-
-vec4 load_row(F32 p, uint i) {
-#if VEC4
-    return F32x4(uvec2(p)).v[i >> 2];
-#else
-    return vec4(p.v[i], p.v[i + 1], p.v[i + 2], p.v[i + 3]);
-#endif
-}
-
-// Elements column .. column + 3 of the row that starts at `start`; positions beyond `last` are clamped.
-vec4 load_four(F32 p, uint start, uint column, uint last) {
-#if VEC4
-    return F32x4(uvec2(p)).v[(start + min(column, last - 3u)) >> 2];
-#else
-    const uvec4 i = start + min(column + uvec4(0, 1, 2, 3), uvec4(last));
-    return vec4(p.v[i.x], p.v[i.y], p.v[i.z], p.v[i.w]);
-#endif
-}
-
-#if TN == 1
-#define load_columns(p, start, column, last) p.v[(start) + min(column, last)]
-#else
-#define load_columns(p, start, column, last) load_four(p, start, column, last)
-#endif
-
-// Columns from `limit` on are left alone.
-void store_columns(F32 p, uint start, uint column, uint limit, COLUMNS value) {
-    if (column >= limit) return;
-    const uint i = start + column;
-#if TN == 1
-    p.v[i] = value;
-#elif VEC4
-    F32x4(uvec2(p)).v[i >> 2] = value;
-#else
-    p.v[i] = value.x;
-    if (column + 1u < limit) p.v[i + 1] = value.y;
-    if (column + 2u < limit) p.v[i + 2] = value.z;
-    if (column + 3u < limit) p.v[i + 3] = value.w;
-#endif
+// The epilogue of one element of C, whose chain is complete: the one place that knows it.
+float finish(float sum, float bias, float residual) {
+    float value = sum;
+    if ((args.flags & BIAS) != 0u) value += bias;
+    value = activate(value, args.activation);
+    if ((args.flags & RESIDUAL) != 0u) value = residual + value;
+    return value;
 }
 
 void main() {
+    const uint lane = gl_SubgroupInvocationID;
+#if SPLIT > 1
+    const uint tile = group_index();
+    const uint share = ((args.k + SPLIT - 1u) / SPLIT + UNROLL_K - 1u) / UNROLL_K * UNROLL_K;
+    const uint k_begin = min(gl_SubgroupID * share, args.k), k_end = min(k_begin + share, args.k);
+    const bool resumes = gl_SubgroupID == 0u;
+#else
     const uint tile = group_index() * gl_NumSubgroups + gl_SubgroupID;
+    const uint k_begin = 0u, k_end = args.k;
+    const bool resumes = true;
+#endif
     const uint tiles = args.tiles_m * args.tiles_n;
     const uint batch = tile / tiles;
     if (batch >= args.batch) return;
-    const uint m = args.m, n = args.n, k = args.k;
     const uint row0 = tile % tiles % args.tiles_m * TM;
-    const uint col0 = tile % tiles / args.tiles_m * (TN * SIZE) + gl_SubgroupInvocationID * WIDTH;
-    const uint lane = gl_SubgroupInvocationID;
-    const uint c_start = batch * m * n;
-    const uint num_rows = min(uint(TM), m - row0);
-    uint a_start = batch * args.stride_a + args.k_begin * (TA == 1 ? m : 1u);
-    uint b_start = batch * args.stride_b + args.k_begin * (TB == 1 ? 1u : n);
+    const uint col0 = tile % tiles / args.tiles_m * (TN * SIZE) + lane;
+    const uint c_start = batch * args.m * args.n;
 
-    // From the start of a block to this lane's vectors of A; rows clamped.
-#if !TA
-    uint a_index[A_VECTORS];
-#define PLACE_A(j, _) { \
-        const uint q = (j * SIZE + lane) % (TM * BLOCK / 4); \
-        a_index[j] = min(row0 + q % TM, m - 1u) * k + q / TM * 4u; }
-#define LOAD_A(j, _) a[j] = load_row(args.a, a_start + a_index[j]);
+    uint a_at[A_LOADS], b_at[TN], c_at[TN];
+#if defined SPREAD_SHUFFLE || defined SPREAD_BROADCAST
+#define PLACE_A(i, _) a_at[i] = batch * args.batch_a + min(row0 + (i) * SIZE + lane, args.m - 1u) * args.a_row;
 #else
-    uint a_index[A_VECTORS], a_row[A_VECTORS];
-#define PLACE_A(j, _) { \
-        const uint q = (j * SIZE + lane) % (TM * BLOCK / 4); \
-        a_row[j] = row0 + q % (TM / 4) * 4u; \
-        a_index[j] = q / (TM / 4) * m; }
-#define LOAD_A(j, _) a[j] = load_four(args.a, a_start + a_index[j], a_row[j], m - 1u);
+#define PLACE_A(i, _) a_at[i] = batch * args.batch_a + min(row0 + (i), args.m - 1u) * args.a_row;
 #endif
+#define PLACE_B(w, _) b_at[w] = batch * args.batch_b + min(col0 + (w) * SIZE, args.n - 1u) * args.b_col;
+#define PLACE_C(w, _) c_at[w] = c_start + row0 * args.c_row + (col0 + (w) * SIZE) * args.c_col;
     EACH_A(PLACE_A, 0)
-
-    // This lane's rows of a transposed B; clamped.
-#if TB
-    uint b_index[TN];
-#define PLACE_B(c, _) b_index[c] = min(col0 + c / WIDTH * (WIDTH * SIZE) + c % WIDTH, n - 1u) * k;
     EACH_COLUMN(PLACE_B, 0)
+    EACH_COLUMN(PLACE_C, 0)
+
+    const uint num_rows = min(uint(TM), args.m - row0);
+    float sums[TM * TN];
+#define CLEAR(w, r) sums[(r) * TN + w] = 0.0;
+#define CLEAR_ROW(r, _) EACH_COLUMN(CLEAR, r)
+    EACH_ROW(CLEAR_ROW, 0)
+#if RESUMES
+    if (resumes) {
+#define RESUME(w, r) sums[(r) * TN + w] = args.c.v[resume_at[w] + min(r, num_rows - 1u) * args.c_row];
+#define RESUME_ROW(r, _) EACH_COLUMN(RESUME, r)
+#define PLACE_RESUME(w, _) resume_at[w] = c_start + row0 * args.c_row + min(col0 + (w) * SIZE, args.n - 1u) * args.c_col;
+        uint resume_at[TN];
+        EACH_COLUMN(PLACE_RESUME, 0)
+        EACH_ROW(RESUME_ROW, 0)
+    }
 #endif
 
-    COLUMNS sums[TM * NUM_VECTORS];
-#define CLEAR(r, v) sums[r * NUM_VECTORS + v] = COLUMNS(0.0);
-#define CLEAR_VECTOR(v, _) EACH_ROW(CLEAR, v)
-    EACH_VECTOR(CLEAR_VECTOR, 0)
-    if ((args.flags & CONTINUE) != 0u) {
-#define RESUME(r, v) if (r < num_rows) sums[r * NUM_VECTORS + v] = \
-        load_columns(args.c, c_start + (row0 + r) * n, col0 + v * (WIDTH * SIZE), n - 1u);
-#define RESUME_VECTOR(v, _) EACH_ROW(RESUME, v)
-        EACH_VECTOR(RESUME_VECTOR, 0)
+    float a[A_LOADS * UNROLL_K], b[TN * UNROLL_K], spread[UNROLL_K];
+#define LOAD_A(u, i) { const float x = args.a.v[a_at[i] + INDEX(u) * args.a_k]; a[(i) * UNROLL_K + u] = VALID(u, x, -0.0); }
+#define LOAD_B(u, w) { const float x = args.b.v[b_at[w] + INDEX(u) * args.b_k]; b[(w) * UNROLL_K + u] = VALID(u, x, 0.0); }
+#define LOADS_A(i, _) EACH_K(LOAD_A, i)
+#define LOADS_B(w, _) EACH_K(LOAD_B, w)
+#if UNROLL_K == 1
+#define INDEX(u) k
+#define VALID(u, x, other) x
+#else
+// What a round reaches beyond the last k counts as -0 * 0, which leaves any sum as it is.
+#define INDEX(u) (k + min(u, last))
+#define VALID(u, x, other) (u) <= last ? x : (other)
+#endif
+#define TAKE(u, r) spread[u] = SPREAD(r, u);
+#define MULTIPLY(u, at) sums[at] = fma(spread[u], b[(at) % TN * UNROLL_K + u], sums[at]);
+#define MULTIPLY_COLUMN(w, r) EACH_K(MULTIPLY, (r) * TN + (w))
+#define MULTIPLY_ROW(r, _) EACH_K(TAKE, r) EACH_COLUMN(MULTIPLY_COLUMN, r)
+    for (uint k = k_begin; k < k_end; k += UNROLL_K) {
+#if UNROLL_K > 1
+        const uint last = k_end - 1u - k;
+#endif
+        EACH_A(LOADS_A, 0)
+        EACH_COLUMN(LOADS_B, 0)
+        EACH_ROW(MULTIPLY_ROW, 0)
     }
 
-#define MULTIPLY(r, v) sums[r * NUM_VECTORS + v] = fma(COLUMNS(a_value[r]), b_value, sums[r * NUM_VECTORS + v]);
-#define SPREAD(r, kk) a_value[r] = \
-        subgroupBroadcast(a[A_VECTOR(r, kk) / SIZE][A_COMPONENT(r, kk)], A_VECTOR(r, kk) % SIZE);
-#if !TB
-#define MULTIPLY_VECTOR(v, kk) { \
-        const COLUMNS b_value = load_columns(args.b, b_start + kk * n, col0 + v * (WIDTH * SIZE), n - 1u); \
-        EACH_ROW(MULTIPLY, v) }
-#define STEP(kk, _) EACH_ROW(SPREAD, kk) EACH_VECTOR(MULTIPLY_VECTOR, kk)
-#else
-#define LOAD_B(c, kk) b[c] = load_row(args.b, b_start + b_index[c] + kk);
-#if TN == 1
-#define B_COLUMNS(v, kk) b[0][kk % 4]
-#else
-#define B_COLUMNS(v, kk) vec4(b[4 * v][kk % 4], b[4 * v + 1][kk % 4], b[4 * v + 2][kk % 4], b[4 * v + 3][kk % 4])
-#endif
-#define MULTIPLY_VECTOR(v, kk) { const COLUMNS b_value = B_COLUMNS(v, kk); EACH_ROW(MULTIPLY, v) }
-#define STEP(kk, _) if (kk % 4 == 0) { EACH_COLUMN(LOAD_B, kk) } \
-        EACH_ROW(SPREAD, kk) EACH_VECTOR(MULTIPLY_VECTOR, kk)
-    vec4 b[TN];
-#endif
-    float a_value[TM];
-    vec4 a[A_VECTORS];
-    const uint num_blocks = (args.k_end - args.k_begin) / BLOCK;
-    for (uint block = 0; block < num_blocks; ++block) {
-        EACH_A(LOAD_A, 0)
-        EACH_STEP(STEP, 0)
-        a_start += A_STEP;
-        b_start += B_STEP;
+#if SPLIT > 1
+#define PARTIAL(w, r) (gl_SubgroupID - 1u) * (TM * TN * SIZE) + ((r) * TN + (w)) * SIZE + lane
+#define HAND_OVER(w, r) partial[PARTIAL(w, r)] = sums[(r) * TN + w];
+#define HAND_OVER_ROW(r, _) EACH_COLUMN(HAND_OVER, r)
+    if (gl_SubgroupID != 0u) { EACH_ROW(HAND_OVER_ROW, 0) }
+    barrier();
+    if (gl_SubgroupID != 0u) return;
+    for (uint part = 0; part < SPLIT - 1; ++part) {
+#define ADD_PART(w, r) sums[(r) * TN + w] += partial[part * (TM * TN * SIZE) + ((r) * TN + (w)) * SIZE + lane];
+#define ADD_PART_ROW(r, _) EACH_COLUMN(ADD_PART, r)
+        EACH_ROW(ADD_PART_ROW, 0)
     }
-    // What is left of k, one by one: row r's value on lane r % SIZE.
-    for (uint i = args.k_begin + num_blocks * BLOCK; i < args.k_end; ++i) {
-#if TA
-#define LOAD_TAIL(j, _) a[j].x = args.a.v[a_start + min(row0 + j * SIZE + lane, m - 1u)];
-        EACH_A(LOAD_TAIL, 0)
-        a_start += m;
-#else
-#define LOAD_TAIL(j, _) a[j].x = args.a.v[a_start + min(row0 + j * SIZE + lane, m - 1u) * k];
-        EACH_A(LOAD_TAIL, 0)
-        a_start += 1u;
 #endif
-#define SPREAD_TAIL(r, _) a_value[r] = subgroupBroadcast(a[r / SIZE].x, r % SIZE);
-        EACH_ROW(SPREAD_TAIL, 0)
-#if TB
-#define LOAD_B_TAIL(c, _) b[c].x = args.b.v[b_start + b_index[c]];
-        EACH_COLUMN(LOAD_B_TAIL, 0)
-#define TAIL_VECTOR(v, _) { const COLUMNS b_value = B_COLUMNS(v, 0); EACH_ROW(MULTIPLY, v) }
-        EACH_VECTOR(TAIL_VECTOR, 0)
-        b_start += 1u;
-#else
-        EACH_VECTOR(MULTIPLY_VECTOR, 0)
-        b_start += n;
-#endif
-    }
 
-#define STORE(r, v) if (r < num_rows) \
-        store_columns(args.c, c_start + (row0 + r) * n, col0 + v * (WIDTH * SIZE), n, sums[r * NUM_VECTORS + v]);
-#define STORE_VECTOR(v, _) EACH_ROW(STORE, v)
-    EACH_VECTOR(STORE_VECTOR, 0)
+#define STORE(w, r) if ((r) < num_rows && col0 + (w) * SIZE < args.n) \
+        args.c.v[c_at[w] + (r) * args.c_row] = sums[(r) * TN + w];
+#define STORE_ROW(r, _) EACH_COLUMN(STORE, r)
+    EACH_ROW(STORE_ROW, 0)
 
     // The epilogue goes over what this lane has just stored, in a loop: written out it would be thousands of instructions.
     if (args.activation == 0u && (args.flags & (BIAS | RESIDUAL)) == 0u) return;
-    for (uint r = 0; r < num_rows; ++r) {
-        const uint start = c_start + (row0 + r) * n;
-        for (uint column = col0; column < min(n, col0 + TN * SIZE); column += WIDTH * SIZE) {
-            COLUMNS value = load_columns(args.c, start, column, n - 1u);
-            if ((args.flags & BIAS) != 0u) value += load_columns(args.bias, 0u, column, n - 1u);
-            value = activate(value, args.activation);
-            if ((args.flags & RESIDUAL) != 0u) value = load_columns(args.residual, start, column, n - 1u) + value;
-            store_columns(args.c, start, column, n, value);
+    const bool by_row = (args.flags & BIAS_BY_ROW) != 0u;
+    for (uint column = col0; column < min(args.n, col0 - lane + TN * SIZE); column += SIZE) {
+        for (uint r = 0; r < num_rows; ++r) {
+            const uint at = (row0 + r) * args.c_row + column * args.c_col;
+            float bias = 0.0, residual = 0.0;
+            if ((args.flags & BIAS) != 0u) bias = args.bias.v[by_row ? row0 + r : column];
+            if ((args.flags & RESIDUAL) != 0u) residual = args.residual.v[c_start + at];
+            args.c.v[c_start + at] = finish(args.c.v[c_start + at], bias, residual);
         }
     }
 }

@@ -10,56 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..input_checks import require_tensors
-from ..kernel import Kernel, read_shader
-from ..matmul_variants import SUBGROUP_SIZES, Capabilities, Variant, all_variants, choose
+from ..kernel import Kernel
+from ..matmul_variants import SUBGROUP_SIZES, Product, all_variants
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
-from .activation import ACTIVATIONS, activation_glsl, activation_reference, check_activation
+from .activation import activation_reference, check_activation
+from .matmul_launch import Epilogue, Layout, launch_product, matmul_kernel
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
-
-_ARGS = (
-    "in f32 a, in f32 b, inout f32 c, in f32 bias, in f32 residual, uint m, uint n, uint k, uint k_begin, "
-    " uint k_end, uint batch, uint stride_a, uint stride_b, uint tiles_m, uint tiles_n, uint activation, "
-    "uint flags"
-)
-_BIAS, _RESIDUAL, _CONTINUE = 1, 2, 4  # bits of `flags`
-_MAX_SLICE = 2**17  # of k in one dispatch: 32,768 rounds of the kernel's loop at most
-
-
-def _repeat(count: int) -> str:
-    return " ".join(f"F({i}, x)" for i in range(count))
-
-
-@cache
-def matmul_kernel(variant: Variant, subgroup_size: int, trans_a: bool, trans_b: bool, vec4: bool) -> Kernel:
-    """The kernel of a tile for a subgroup size; vec4: all rows start on 16 bytes."""
-    tm, tn = variant.tm, variant.tn
-    groups = min(4, max(1, subgroup_size // tm))  # of four k in a block, so that the lanes load different values of A
-    a_vectors = max(1, tm // subgroup_size)
-    defines: dict[str, int | float | str] = {
-        "SIZE": subgroup_size,
-        "TM": tm,
-        "TN": tn,
-        "NUM_VECTORS": max(1, tn // 4),
-        "BLOCK": 4 * groups,
-        "A_VECTORS": a_vectors,
-        "TA": int(trans_a),
-        "TB": int(trans_b),
-        "VEC4": int(vec4),
-        "EACH_ROW(F, x)": _repeat(tm),
-        "EACH_VECTOR(F, x)": _repeat(max(1, tn // 4)),
-        "EACH_COLUMN(F, x)": _repeat(tn),
-        "EACH_A(F, x)": _repeat(a_vectors),
-        "EACH_STEP(F, x)": _repeat(4 * groups),
-    }
-    letters = ("T" if trans_a else "N") + ("T" if trans_b else "N")
-    name = f"matmul_{letters}_{variant.name}_s{subgroup_size}" + ("" if vec4 else "_scalar")
-    return Kernel(
-        name, activation_glsl() + read_shader("matmul.comp"), _ARGS, subgroups=variant.subgroups, defines=defines
-    )
 
 
 class _Shape:
@@ -93,6 +53,15 @@ class _Shape:
             self.stride_b = 0
             if not trans_a:
                 self.m, self.batch = self.m * self.batch, 1
+
+
+@cache
+def _layout(a: TensorSpec, b: TensorSpec, trans_a: bool, trans_b: bool) -> Layout:
+    shape = _Shape(a, b, trans_a, trans_b)
+    product = Product(shape.batch, shape.m, shape.n, shape.k)
+    a_row, a_k = (1, shape.m) if trans_a else (shape.k, 1)
+    b_col, b_k = (shape.k, 1) if trans_b else (1, shape.n)
+    return Layout(product, shape.stride_a, shape.stride_b, a_row, a_k, b_col, b_k)
 
 
 class MatmulOp(Op):
@@ -172,49 +141,15 @@ class MatmulOp(Op):
         a, b, bias, residual, out = inputs
         assert a is not None and b is not None
         c = outputs[0] if out is None else out
-        shape = _Shape(a.spec, b.spec, trans_a, trans_b)
-        if not shape.batch * shape.m * shape.n:
-            return
-        variant = choose(Capabilities.of(gpu), shape.batch, shape.m, shape.n, shape.k)
-        rows = (shape.m if trans_a else shape.k, shape.k if trans_b else shape.n, shape.n)
-        pointers = [t.address for t in (a, b, c, bias, residual) if t is not None]
-        vec4 = not any(cols % 4 for cols in rows) and not any(address % 16 for address in pointers)
-        kernel = matmul_kernel(variant, gpu.subgroup_size, trans_a, trans_b, vec4)
-        tiles_m, tiles_n = -(-shape.m // variant.tm), -(-shape.n // (variant.tn * gpu.subgroup_size))
-        subgroups = kernel.workgroup_size(gpu.subgroup_size, gpu.max_invocations) // gpu.subgroup_size
-        groups = -(-shape.batch * tiles_m * tiles_n // subgroups)
-        final = _BIAS * (bias is not None) | _RESIDUAL * (residual is not None)
-        for begin in range(0, shape.k or 1, _MAX_SLICE):
-            end = min(begin + _MAX_SLICE, shape.k)
-            last = end == shape.k
-            gpu.dispatch(
-                kernel,
-                groups,
-                a,
-                b,
-                c,
-                c if bias is None else bias,
-                c if residual is None else residual,
-                shape.m,
-                shape.n,
-                shape.k,
-                begin,
-                end,
-                shape.batch,
-                shape.stride_a,
-                shape.stride_b,
-                tiles_m,
-                tiles_n,
-                ACTIVATIONS[activation] if activation is not None and last else 0,
-                final * last | _CONTINUE * (accumulate or begin > 0),
-            )
+        layout = _layout(a.spec, b.spec, trans_a, trans_b)
+        batch, m, n, _ = layout.product
+        if batch * m * n:
+            launch_product(gpu, layout, a, b, c, Epilogue(bias, residual, activation, accumulate))
 
     def kernels(self) -> Iterable[Kernel]:
-        flags = (False, True)
         for size in SUBGROUP_SIZES:
             for variant in all_variants(size):
-                for ta in flags:
-                    yield from (matmul_kernel(variant, size, ta, tb, vec4) for tb in flags for vec4 in flags)
+                yield from (matmul_kernel(variant, size, resumes) for resumes in (False, True))
 
 
 MATMUL = register(MatmulOp())

@@ -1,0 +1,145 @@
+"""Kernels of matmul and how a product is dispatched: strides for every transposition, slices for a long k."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..kernel import Kernel, read_shader
+from ..matmul_variants import Choice, Product, Variant, tiles_of
+from ..tensor import Tensor
+from ..variant_choice import MatmulChooser
+from .activation import ACTIVATIONS, activation_glsl
+
+if TYPE_CHECKING:
+    from ..recorder import Recorder
+
+_ARGS = (
+    "in f32 a, in f32 b, inout f32 c, in f32 bias, in f32 residual, uint m, uint n, uint k, uint batch, uint batch_a, "
+    "uint batch_b, uint a_row, uint a_k, uint b_col, uint b_k, uint c_row, uint c_col, uint tiles_m, uint tiles_n, "
+    "uint activation, uint flags"
+)
+_BIAS, _RESIDUAL, _BIAS_BY_ROW = 1, 2, 4  # bits of `flags`
+# Of k in one dispatch. lavapipe 22.3 silently ends an invocation's loops after 65,535 rounds in all.
+MAX_SLICE = 2**15
+
+
+def _each(variant: Variant, index: str, count: int) -> str:
+    if variant.written:
+        return " ".join(f"F({i}, x)" for i in range(count))
+    return f"[[unroll]] for (uint {index} = 0; {index} < {count}; ++{index}) {{ F({index}, x) }}"
+
+
+@cache
+def matmul_kernel(variant: Variant, subgroup_size: int, resumes: bool = False) -> Kernel:
+    """The kernel of a tile for a subgroup size. resumes: sums go on from C; apart, because its loads take compiling."""
+    a_loads = variant.tm if variant.spread == "load" else -(-variant.tm // subgroup_size)
+    defines: dict[str, int | float | str] = {
+        "SIZE": subgroup_size,
+        "TM": variant.tm,
+        "TN": variant.tn,
+        "UNROLL_K": variant.unroll,
+        "SPLIT": variant.split,
+        "RESUMES": int(resumes),
+        "A_LOADS": a_loads,
+        "EACH_ROW(F, x)": _each(variant, "each_row", variant.tm),
+        "EACH_COLUMN(F, x)": _each(variant, "each_column", variant.tn),
+        "EACH_A(F, x)": _each(variant, "each_a", a_loads),
+        "EACH_K(F, x)": _each(variant, "each_k", variant.unroll),
+    }
+    if variant.spread != "load":
+        defines[f"SPREAD_{variant.spread.upper()}"] = 1
+    text = activation_glsl() + read_shader("matmul.comp")
+    subgroups = variant.split if variant.split > 1 else variant.subgroups
+    name = f"matmul_{variant.name}_s{subgroup_size}{'_more' * resumes}"
+    return Kernel(name, text, _ARGS, subgroups=subgroups, defines=defines)
+
+
+class Layout(NamedTuple):
+    """A product and where its operands lie, in elements: A [m, k] and B [k, n], C [m, n] contiguous."""
+
+    product: Product
+    batch_a: int
+    batch_b: int
+    a_row: int
+    a_k: int
+    b_col: int
+    b_k: int
+
+
+class Epilogue(NamedTuple):
+    """What follows the sum: residual + activation(sum + bias); accumulate: the sum goes on from C."""
+
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    activation: str | None = None
+    accumulate: bool = False
+
+
+class Plan(NamedTuple):
+    """All of a dispatch that the layout and the choice decide."""
+
+    kernel: Kernel
+    more: Kernel  # goes on with what C holds
+    num_groups: int
+    swapped: bool
+    sizes: tuple[int, ...]  # the kernel's scalars from `m` on, k, activation and flags left out
+
+
+def plan_of(gpu: Recorder, chooser: MatmulChooser, layout: Layout, choice: Choice) -> Plan:
+    """The dispatch that carries out a product with this choice."""
+    variant, (batch, m, n, _) = choice.variant, layout.product
+    kernel = matmul_kernel(variant, gpu.subgroup_size)
+    tiles_m, tiles_n = tiles_of(chooser.device, layout.product, choice)
+    a, b = (layout.batch_a, layout.a_row, layout.a_k), (layout.batch_b, layout.b_col, layout.b_k)
+    rows, columns, c = m, n, (n, 1)
+    if choice.swapped:
+        a, b, rows, columns, c = b, a, n, m, (1, n)
+    tiles = batch * tiles_m * tiles_n
+    if variant.split == 1:
+        tiles = -(-tiles // (kernel.workgroup_size(gpu.subgroup_size, gpu.max_invocations) // gpu.subgroup_size))
+    sizes = (rows, columns, batch, a[0], b[0], *a[1:], *b[1:], *c, tiles_m, tiles_n)
+    return Plan(kernel, matmul_kernel(variant, gpu.subgroup_size, True), tiles, choice.swapped, sizes)
+
+
+def run_plan(gpu: Recorder, plan: Plan, layout: Layout, a: Tensor, b: Tensor, c: Tensor, epilogue: Epilogue) -> None:
+    """Record a product."""
+    bias, residual, activation, accumulate = epilogue
+    final = _BIAS * (bias is not None) | _RESIDUAL * (residual is not None) | _BIAS_BY_ROW * plan.swapped
+    kind = ACTIVATIONS[activation] if activation is not None else 0
+    rows, columns, *rest = plan.sizes
+    total = layout.product.k
+    begin = 0
+    while True:
+        length = min(total - begin, MAX_SLICE)
+        last = begin + length == total
+        first_a = (a, 4 * begin * layout.a_k) if begin else a
+        first_b = (b, 4 * begin * layout.b_k) if begin else b
+        gpu.dispatch(
+            plan.more if accumulate or begin else plan.kernel,
+            plan.num_groups,
+            first_b if plan.swapped else first_a,
+            first_a if plan.swapped else first_b,
+            c,
+            c if bias is None else bias,
+            c if residual is None else residual,
+            rows,
+            columns,
+            length,
+            *rest,
+            kind * last,
+            final if last else _BIAS_BY_ROW * plan.swapped,
+        )
+        begin += length
+        if last:
+            return
+
+
+def launch_product(gpu: Recorder, layout: Layout, a: Tensor, b: Tensor, c: Tensor, epilogue: Epilogue) -> None:
+    """Choose a variant and record the product; the choice is kept, since steps repeat."""
+    chooser = MatmulChooser.of(gpu)
+    key = (layout, chooser.forced())
+    plan = chooser.plans.get(key)
+    if plan is None:
+        plan = chooser.plans[key] = plan_of(gpu, chooser, layout, chooser.choose(layout.product))
+    run_plan(gpu, plan, layout, a, b, c, epilogue)
