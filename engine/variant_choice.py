@@ -31,7 +31,10 @@ _forced: list[str] = []
 
 @contextmanager
 def forced_variant(name: str) -> Iterator[None]:
-    """Every matmul recorded inside uses the variant of this name. For tests and measurements."""
+    """Every matmul launched inside uses the variant of this name. For tests and measurements.
+
+    The engine may launch an op some calls late: end the batch or download results inside.
+    """
     _forced.append(name)
     try:
         yield

@@ -170,7 +170,7 @@ def test_forcing(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         assert chooser.choose(product).name == name
     monkeypatch.setenv("VKFOLD_VARIANT", "matmul=square")
     with pytest.raises(ValueError, match=rf"no matmul variant 'square'.*{name}"):
-        vulkan.tensor(np.ones((2, 2))) @ vulkan.tensor(np.ones((2, 2)))
+        (vulkan.tensor(np.ones((2, 2))) @ vulkan.tensor(np.ones((2, 2)))).numpy()
     monkeypatch.setenv("VKFOLD_VARIANT", "matmul")
     with pytest.raises(ValueError, match="has no '='"):
         chooser.forced()
