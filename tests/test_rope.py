@@ -27,7 +27,8 @@ def tables(length: int, half: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize(
-    ("batch", "seq", "heads", "head_dim", "extra"), [(1, 1, 1, 2, 0), (3, 17, 5, 6, 7), (2, 65, 3, 64, 64)]
+    ("batch", "seq", "heads", "head_dim", "extra"),
+    [(1, 1, 1, 2, 0), (3, 17, 5, 6, 7), (2, 65, 3, 64, 64), (2, 5, 19, 8, 4), (1, 3, 9, 8, 3), (2, 3, 8, 4, 0)],
 )
 def test_against_the_oracle(
     vulkan: VulkanEngine,

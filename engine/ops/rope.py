@@ -10,22 +10,25 @@ import numpy as np
 from ..kernel import Kernel
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
+from .row_kernels import RowKernels, column_groups, flat_groups
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
 
-_LOCAL_SIZE = 64
+_HEADS = 8  # that one invocation rotates
+_SCALARS = "uint num_rows, uint half_dim, uint num_heads, uint seq, uint width, uint position_offset, float direction"
 KERNELS = {
-    interleaved: Kernel(
-        "rope_interleaved" if interleaved else "rope",
+    False: RowKernels(
+        "rope", "rope.comp", f"inout row x, in row cos_table, in row sin_table, {_SCALARS}", INTERLEAVED=0, HEADS=_HEADS
+    ),
+    True: RowKernels(
+        "rope_interleaved",
         "rope.comp",
-        "inout f32 x, in f32 cos_table, in f32 sin_table, uint num_pairs, uint half_dim, uint num_heads, uint seq, "
-        "uint width, uint position_offset, float direction",
-        local_size=_LOCAL_SIZE,
-        defines={"INTERLEAVED": int(interleaved)},
-    )
-    for interleaved in (False, True)
+        f"inout row x, in f32 cos_table, in f32 sin_table, {_SCALARS}",
+        INTERLEAVED=1,
+        HEADS=_HEADS,
+    ),
 }
 
 
@@ -110,14 +113,17 @@ class RopeOp(Op):
         x, cos, sin = inputs
         batch, seq, width = x.shape
         half = head_dim // 2
-        num_pairs = batch * seq * num_heads * half
+        if interleaved:
+            cols, read_wide = head_dim, [x]
+        else:
+            cols, read_wide = half, [x, cos, sin]
+        kernel = KERNELS[interleaved].pick(cols if width % 4 == 0 else 1, *read_wide)
         direction = -1.0 if inverse else 1.0
-        groups = -(-num_pairs // _LOCAL_SIZE)
-        sizes = (num_pairs, half, num_heads, seq, width, position_offset)
-        gpu.dispatch(KERNELS[interleaved], groups, x, cos, sin, *sizes, direction)
+        groups = flat_groups(batch * seq * -(-num_heads // _HEADS) * column_groups(cols))
+        gpu.dispatch(kernel, groups, x, cos, sin, batch * seq, half, num_heads, seq, width, position_offset, direction)
 
     def kernels(self) -> Iterable[Kernel]:
-        return KERNELS.values()
+        return (kernel for family in KERNELS.values() for kernel in family.both())
 
 
 ROPE = register(RopeOp())
