@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,28 @@ def test_demo_text_is_real() -> None:
     text = demo.demo_text()
     assert len(text) > 200_000
     assert "The " in text
+
+
+@pytest.mark.slow
+def test_the_demo_reaches_its_figures(tmp_path: Path) -> None:
+    """As `./run demo` runs it, on the device: below 2.0 nats per byte of held-out text, and 0.3 below the bigrams."""
+    folder = tmp_path / "demo"
+    command = [sys.executable, "-m", "vkfold.tools.demo", "--folder", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"^held-out loss (\d+\.\d{3}) nats/byte$", done.stdout, re.MULTILINE)
+    bigrams = re.findall(r"^bigram model, same text: (\d+\.\d{3}) nats/byte$", done.stdout, re.MULTILINE)
+    assert len(losses) == len(bigrams) == 1
+    assert float(losses[0]) < 2.0
+    assert float(losses[0]) < float(bigrams[0]) - 0.3
+    sample = done.stdout.split("--- sample of 400 tokens ---\n")[1].split("\n---\n")[0]
+    assert sample.startswith("The ") and len(sample) > 300
+    assert f"files: {folder}" in done.stdout
+    assert re.search(r"^resume: .*text_train --resume .* --max-steps 1600$", done.stdout, re.MULTILINE)
+    # The figure is that of the held-out tenth, by the log too, and the save is the one that was measured.
+    lines = [json.loads(line) for line in (folder / "saves" / "log.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == 800 and lines[-1]["held_out_loss_per_byte"] == pytest.approx(float(losses[0]), abs=6e-4)
+    assert (folder / "saves" / "latest").read_text().strip() == "step-00000800"
 
 
 def test_few_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

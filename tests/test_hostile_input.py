@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -228,6 +229,64 @@ def test_slips_in_a_config_file(
     config = tmp_path / "run.toml"
     config.write_text(contents)
     assert expected in message_of(capsys, text, *SMALL[:2], "--config", config)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="permissions of files")
+def test_what_may_not_be_read_or_written() -> None:
+    """As a user without rights, whoever runs the tests."""
+    code = """
+import contextlib, io, os, sys
+from vkfold.tools import text_generate, text_train
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+for line in sys.stdin.read().splitlines():
+    program, *argv = line.split("\\t")
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
+        code = {"train": text_train, "generate": text_generate}[program].main(argv)
+    print(code, shown.getvalue().strip())
+"""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        root = Path(name)
+        for folder in ("locked", "shut"):
+            (root / folder).mkdir()
+            (root / folder / "text.txt").write_bytes(TEXT)
+        for file in ("secret.txt", "text.txt"):
+            (root / file).write_bytes(TEXT)
+        (root / "secret.txt").chmod(0)
+        (root / "text.txt").chmod(0o444)
+        (root / "locked").chmod(0o444)
+        (root / "shut").chmod(0)
+        root.chmod(0o555)
+        cases = {
+            "secret.txt": "cannot read",
+            "locked": "cannot search the folder",
+            "shut": "cannot search the folder",
+            "shut/text.txt": "cannot look at the input",
+            "text.txt --save new": "cannot write into the save folder",
+            "text.txt --save shut": "cannot write into the save folder",
+            "text.txt --log-file new/log.jsonl": "cannot write the log",
+            "text.txt --tokenizer secret.txt": "cannot read the tokenizer",
+            "text.txt --config secret.txt": "cannot read the config file",
+            "--resume shut": "cannot look for saves",
+        }
+        paths = {"secret.txt", "text.txt", "locked", "shut", "shut/text.txt", "new", "new/log.jsonl"}
+        lines = []
+        for case in cases:
+            words = [str(root / word) if word in paths else word for word in case.split()]
+            lines.append("\t".join(["train", *words, *([] if "--resume" in words else SMALL)]))
+        lines.append(f"generate\t{root / 'shut'}")
+        done = subprocess.run(
+            [sys.executable, "-c", code], input="\n".join(lines), capture_output=True, text=True, check=False
+        )
+        root.chmod(0o755)
+        for folder in ("locked", "shut"):
+            (root / folder).chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    answers = done.stdout.splitlines()
+    for answer, expected in zip(answers, [*cases.values(), "cannot look for saves"], strict=True):
+        assert answer.startswith("2 text_") and expected in answer and "denied" in answer
 
 
 # -- sizes beyond sense ------------------------------------------------------------------------------------------------

@@ -110,8 +110,11 @@ def _reason(error: Exception) -> str:
 
 
 def step_folders(root: Path) -> list[Path]:
-    """The complete saves in a folder, oldest first."""
-    found = [(int(m[1]), p) for p in root.iterdir() if (m := _STEP_NAME.fullmatch(p.name)) and p.is_dir()]
+    """The complete saves in a folder, oldest first. Raises BadInputError for a folder that cannot be read."""
+    try:
+        found = [(int(m[1]), p) for p in root.iterdir() if (m := _STEP_NAME.fullmatch(p.name)) and p.is_dir()]
+    except OSError as error:
+        raise BadInputError(f"cannot look for saves in {root}: {_reason(error)}") from error
     return [path for _, path in sorted(found)]
 
 
@@ -200,7 +203,7 @@ def open_save(path: Path) -> Save:
         raise BadInputError(f"cannot open the save {str(path)[:80]!r}: {_reason(error)}") from error
     if not is_folder:
         raise BadInputError(f"no save at {path}: " + ("it is a file" if path.exists() else "it does not exist"))
-    if not (path / STATE_FILE).exists() and not _STEP_NAME.fullmatch(path.name):
+    if not _STEP_NAME.fullmatch(path.name) and not os.path.exists(path / STATE_FILE):
         folder = _latest(path)
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))

@@ -43,8 +43,11 @@ def find_files(paths: Sequence[str], glob: str) -> list[Path]:
         try:
             is_folder = path.is_dir()
         except (OSError, ValueError) as error:  # a name too long, or with a NUL byte
-            raise BadInputError(f"cannot look at the input {name[:60]!r}: {error.__class__.__name__}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise BadInputError(f"cannot look at the input {name[:60]!r}: {reason}") from error
         if is_folder:
+            if not os.access(path, os.R_OK | os.X_OK):  # searching it would find nothing, and not say why
+                raise BadInputError(f"cannot search the folder {path}: Permission denied")
             try:
                 found = sorted(p for p in path.rglob(glob) if p.is_file())
             except (OSError, ValueError) as error:  # ValueError: a pattern that is none
