@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,7 +49,6 @@ class MemoryChecks:
         engine.recorder.write(self._report, 0, bytes(256))
         self._live: weakref.WeakSet[Storage] = weakref.WeakSet()
         self._names: list[str] = ["(no tensor)"]
-        self._op = "upload"
         self._before: dict[int, bytearray] = {}
 
     # -- tensors -----------------------------------------------------------------------------------------------------
@@ -63,7 +61,7 @@ class MemoryChecks:
 
     def allocated(self, storage: Storage) -> None:
         """Write guards and poison around and into a fresh storage."""
-        storage.tag = self._op
+        storage.tag = "upload"
         self._live.add(storage)
         self._fill(storage, storage.address, storage.nbytes + 3 & ~3, _POISON_WORD)
         for address, words in self._guards(storage):
@@ -103,17 +101,10 @@ class MemoryChecks:
             )
 
     # -- ops ---------------------------------------------------------------------------------------------------------
-    @contextmanager
-    def making(self, op: Op) -> Iterator[None]:
-        """Tensors allocated inside are called after the op."""
-        before, self._op = self._op, op.name
-        try:
-            yield
-        finally:
-            self._op = before
-
-    def before_op(self) -> None:
-        """Remember what memory holds before an op (strictest level only)."""
+    def before_op(self, op: Op, made: Sequence[Tensor]) -> None:
+        """Call the tensors it made after the op; remember what memory holds (strictest level only)."""
+        for tensor in made:
+            tensor.storage.tag = op.name
         if self._watch_changes:
             self._before = self._snapshot()
 

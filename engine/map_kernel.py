@@ -121,14 +121,13 @@ class MapKernel:
 
     def launch(self, gpu: Recorder, num_elements: int, *args: Tensor | float, wide: bool = True) -> None:
         """Record it. args: tensors, then scalars. wide=False where places are not multiples of 4."""
-        if wide and not any(_misaligned(arg) for arg in args[: len(self.pointers)]):
+        addresses = 0
+        for arg in args[: len(self.pointers)]:
+            addresses |= arg.address  # type: ignore[union-attr]
+        if wide and not addresses % 16:
             gpu.dispatch(self.wide, -(-num_elements // (4 * _LOCAL_SIZE)), *args, num_elements)
         else:
             gpu.dispatch(self.narrow, -(-num_elements // _LOCAL_SIZE), *args, num_elements)
-
-
-def _misaligned(arg: Any) -> bool:
-    return bool(arg.address % 16)
 
 
 def _statements(kind: str, read: Sequence[Operand], written: Sequence[Operand], body: str) -> str:

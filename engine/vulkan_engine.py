@@ -147,7 +147,7 @@ class VulkanEngine(PooledEngine):
         if self._checks is None:
             op.launch(recorder, inputs, made, **settings)
             return
-        self._checks.before_op()
+        self._checks.before_op(op, made)
         op.launch(recorder, inputs, made, **settings)
         self._checks.after_op(op, inputs, made, settings)
 
@@ -158,13 +158,6 @@ class VulkanEngine(PooledEngine):
         self._launch_now(call.op, call.cost, call.inputs, call.made, call.settings)
         if profiler is not None:
             profiler.end()
-
-    def execute(self, op: Op, inputs: tuple[Tensor | None, ...], **settings: Any) -> tuple[Tensor, ...]:
-        """Allocate the outputs and record the op."""
-        if self._checks is None:
-            return super().execute(op, inputs, **settings)
-        with self._checks.making(op):
-            return super().execute(op, inputs, **settings)
 
     def _guard(self, storage: Storage) -> None:
         if self._checks is not None:

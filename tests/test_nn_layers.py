@@ -159,7 +159,11 @@ def gradients_of(block: GPTBlock, groups: tuple[str, ...], recompute: bool) -> d
         assert block.activation_cache() == {}
         block.forward_recompute(x, need_output=False)
     dx = block.backward(block.engine.tensor(inputs(2, 4, 12)[::-1])).numpy()
-    return {"y": y, "dx": dx, **{name: p.grad.numpy() for name, p in block.named_parameters().items() if p.grad}}
+    return {
+        "y": y,
+        "dx": dx,
+        **{name: p.grad.numpy() for name, p in block.named_parameters().items() if p.grad is not None},
+    }
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
