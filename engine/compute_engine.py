@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .dtypes import numpy_dtype
 from .host_copy import HostCopy
+from .host_memory import process_bytes
 from .host_values import array_of, checked_spec, stored
 from .input_checks import check_inputs, input_name, not_a_tensor
 from .one_thread import OneThread
@@ -18,6 +19,15 @@ from .op import Cost, Op
 from .step_parameters import StepParameters
 from .tensor import Tensor, TensorSpec
 from .verbs import OpVerbs
+
+PROCESS, MEMORY_BUDGET = "process memory", "VK_EXT_memory_budget"
+
+
+class DriverMemory(NamedTuple):
+    """Bytes this process uses as somebody else counts them. source: "VK_EXT_memory_budget" or "process memory"."""
+
+    source: str
+    used_bytes: int
 
 
 class Rule:
@@ -203,6 +213,14 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
     @abstractmethod
     def pool_stats(self) -> dict[str, Any]:
         """Statistics of each pool by name. Never empty. "host" (of `offload`) is there once it was used."""
+
+    def driver_memory(self) -> DriverMemory | None:
+        """What others count of this process's memory, to be set beside `pool_stats`; None where nothing tells.
+
+        It is more than the pools: staging, pipelines and command buffers are in it, and of process memory Python too.
+        """
+        used = process_bytes()
+        return None if used is None else DriverMemory(PROCESS, used)
 
     @abstractmethod
     def reset_peak(self) -> None:

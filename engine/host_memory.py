@@ -1,7 +1,8 @@
-"""How much RAM a process may still take: the budget of software Vulkan drivers, whose reported heap is no limit."""
+"""How much RAM this process takes and may still take: on software Vulkan drivers that is what device memory is."""
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 
@@ -9,6 +10,20 @@ def available_bytes() -> int:
     """Available RAM, within the control group's limit where there is one; 4 GiB where nothing tells."""
     found = [value for value in (_system_bytes(), _group_bytes()) if value is not None]
     return min(found, default=4 * 2**30)
+
+
+def process_bytes() -> int | None:
+    """RAM that this process takes now (its resident set); None where nothing tells."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
+    except ImportError:
+        return None
 
 
 def _system_bytes() -> int | None:

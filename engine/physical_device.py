@@ -17,11 +17,15 @@ SUBGROUP_OPERATIONS = {0x1: "basic", 0x2: "vote", 0x4: "arithmetic", 0x8: "ballo
 
 @dataclass(frozen=True)
 class MemoryHeap:
-    """One heap: its size, what VK_EXT_memory_budget allows this process (0: not known), whether it is the device's."""
+    """One heap: its size, what VK_EXT_memory_budget allows this process (0: not known), whether it is the device's.
+
+    used_bytes: what the extension says this process uses of it.
+    """
 
     size_bytes: int
     budget_bytes: int
     device_local: bool
+    used_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,12 @@ def _memory(handle: Any, has_budget: bool) -> tuple[tuple[MemoryHeap, ...], tupl
     lib.vkGetPhysicalDeviceMemoryProperties2(handle, memory)
     found = memory.memoryProperties
     heaps = tuple(
-        MemoryHeap(heap.size, budget.heapBudget[i] if has_budget else 0, bool(heap.flags & 1))
+        MemoryHeap(
+            heap.size,
+            budget.heapBudget[i] if has_budget else 0,
+            bool(heap.flags & 1),
+            budget.heapUsage[i] if has_budget else 0,
+        )
         for i, heap in ((i, found.memoryHeaps[i]) for i in range(found.memoryHeapCount))
     )
     types = tuple(
@@ -127,7 +132,7 @@ def _memory(handle: Any, has_budget: bool) -> tuple[tuple[MemoryHeap, ...], tupl
 
 
 def heap_budgets(handle: Any) -> tuple[MemoryHeap, ...]:
-    """The heaps with their budgets as of now."""
+    """The heaps with budgets and use as of now."""
     return _memory(handle, True)[0]
 
 

@@ -176,6 +176,15 @@ class Device:
         local = [heap for heap in heaps if heap.device_local] or list(heaps)
         return max((heap.budget_bytes or heap.size_bytes for heap in local), default=0)
 
+    def memory_used(self) -> int | None:
+        """Bytes of device memory that the driver counts for this process; None where it does not tell.
+
+        Software drivers that have the extension count the whole machine's memory: that tells nothing of this process.
+        """
+        if self.is_cpu or "VK_EXT_memory_budget" not in self.extensions:
+            return None
+        return sum(heap.used_bytes for heap in heap_budgets(self.physical.handle) if heap.device_local)
+
     def create_buffer(self, nbytes: int, host_visible: bool) -> Buffer:
         """A buffer for storage and copies, in memory of its own; contents undefined.
 

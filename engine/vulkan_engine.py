@@ -9,7 +9,7 @@ import numpy as np
 
 from ..memory_pool import DEFAULT_BLOCK_BYTES, OutOfBlockMemory, PoolRange
 from . import step_parameters, switches
-from .compute_engine import Rule
+from .compute_engine import MEMORY_BUDGET, DriverMemory, Rule
 from .debug_checks import GUARD_BYTES, MemoryChecks
 from .device_choice import choose_device
 from .dtypes import numpy_dtype
@@ -261,6 +261,11 @@ class VulkanEngine(PooledEngine):
         self.recorder.wait()
         if self._checks is not None:
             self._checks.check_guards()
+
+    def driver_memory(self) -> DriverMemory | None:
+        """Device memory as VK_EXT_memory_budget counts it; process memory on software drivers and without it."""
+        used = self.device.memory_used()
+        return super().driver_memory() if used is None else DriverMemory(MEMORY_BUDGET, used)
 
     # -- replay ------------------------------------------------------------------------------------------------------
     def replay_obstacle(self) -> str:

@@ -31,12 +31,16 @@ POISON = 0xA5  # of memory never written
 
 
 class FakeBuffer:
-    def __init__(self, nbytes: int, address: int, host_visible: bool) -> None:
+    def __init__(self, device: FakeDevice, nbytes: int, address: int, host_visible: bool) -> None:
+        self.device = device
         self.data = bytearray([POISON]) * nbytes
         self.nbytes = self.memory_bytes = nbytes
         self.address = address
         self.mapping = memoryview(self.data) if host_visible else None
         self.handle = self
+
+    def destroy(self) -> None:
+        self.device.destroy_buffer(self)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         assert self.handle is not None, "a command uses a buffer that was destroyed"
@@ -169,7 +173,7 @@ class FakeDevice:
         return 2**30
 
     def create_buffer(self, nbytes: int, host_visible: bool) -> FakeBuffer:
-        buffer = FakeBuffer(nbytes, self._next_address, host_visible)
+        buffer = FakeBuffer(self, nbytes, self._next_address, host_visible)
         self._next_address += (nbytes + 4095) & -4096
         self.num_buffers += 1
         return buffer
@@ -338,8 +342,9 @@ def fake_engine(device: FakeDevice, **options: Any) -> Iterator[FakeEngine]:
         patch.setattr(vulkan_engine, "choose_device", lambda *_: PhysicalDevice(0, "fake", "other"))
         patch.setattr(vulkan_engine, "Device", lambda *_: device)
         patch.setenv("VKFOLD_DEBUG", "0")
+        patch.setenv("VKFOLD_REPLAY", "0")  # a captured step has no references to run
         engine = FakeEngine(**options)
-    try:
-        yield engine
-    finally:
-        engine.close()
+        try:
+            yield engine
+        finally:
+            engine.close()

@@ -151,6 +151,7 @@ class TrainingRun:
         self.step += 1
         seconds = time.perf_counter() - started
         speed = numbers.size * config.seq_len / seconds
+        driver = self.engine.driver_memory()
         log.write(
             step=self.step,
             loss=result.loss,
@@ -161,6 +162,7 @@ class TrainingRun:
             epoch=cursor[0],
             replayed=result.replayed,
             pool_stats=self._pool_stats,
+            driver_memory=None if driver is None else driver._asdict(),
         )
         progress.step(self.step, result.loss, rate, result.grad_norm, speed)
 
