@@ -22,6 +22,7 @@ from work import LmStep, Work, error_of
 WORKER = Path(__file__).resolve().parent / "worker.py"
 SHORT_MS = 60.0  # a shorter run is repeated within a round until the round takes about this long
 MAX_REPEATS = 20
+LONG_MS = 3000.0  # a longer run is warmed up twice only
 NO_DRIVER = "none (CPU)"
 Row = dict[str, Any]
 
@@ -136,10 +137,15 @@ class Comparison:
 
     def _warm_up(self, contender: Contender) -> None:
         """Compile and cache; then choose how often a round repeats a short run."""
-        for _ in range(3):
+        last = 0.0
+        for number in range(3):
+            if number == 2 and last > LONG_MS:
+                break
             answer = self._ask(contender, do="run")
-        if not contender.out:
-            contender.repeats = int(min(MAX_REPEATS, max(1, SHORT_MS // max(answer["ms"][0], 1e-3))))
+            if contender.out:
+                return
+            last = answer["ms"][0]
+        contender.repeats = int(min(MAX_REPEATS, max(1, SHORT_MS // max(last, 1e-3))))
 
     def _order(self, number: int) -> list[Contender]:
         """Everybody, beginning with another one each round."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import work as works
-from work import Attention, LmStep, Matmul, MlpStep, Unsupported, Work
+from work import Attention, LmStep, Matmul, MlpStep, Work
 
 _SUFFIX = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
 _DAWN = sorted((Path(sysconfig.get_paths()["purelib"]) / "pydawn" / "lib").glob(f"libwebgpu_dawn*.{_SUFFIX}"))
@@ -89,7 +89,7 @@ class Library:
                 return self.decoder(work)
             case _:
                 assert isinstance(work, Attention)
-                raise Unsupported("its attention makes the score matrix")
+                return self.attention(work)
 
     def matmul(self, work: Matmul) -> Job:
         """C = op(A) op(B)."""
@@ -100,6 +100,22 @@ class Library:
             return ((a.T if work.trans_a else a) @ (b.T if work.trans_b else b)).realize()
 
         return Job(step, lambda c: kept.update(c=c), lambda: {"c": kept["c"].numpy()})
+
+    def attention(self, work: Attention) -> Job:
+        """Forward and backward; it makes the score matrix."""
+        q, k, v, d_o = (Tensor(x).realize() for x in work.inputs())
+        kept: dict[str, Tensor] = {}
+
+        def step() -> tuple[Tensor, ...]:
+            o = q.scaled_dot_product_attention(k, v, is_causal=True)
+            results = (o, *(o * d_o).sum().gradient(q, k, v))
+            Tensor.realize(*results)
+            return results
+
+        def keep(results: tuple[Tensor, ...]) -> None:
+            kept.update(zip(("o", "d_q", "d_k", "d_v"), results, strict=True))
+
+        return Job(step, keep, lambda: {name: tensor.numpy() for name, tensor in kept.items()})
 
     def perceptron(self, work: MlpStep) -> Job:
         """Training steps."""
