@@ -34,14 +34,14 @@ class Library:
         self.device = self.context.device_name
 
     def prepare(self, work: Work) -> Job:
-        """Matmul and the perceptron."""
+        """Matmul, attention and the perceptron."""
         match work:
             case Matmul():
                 return self.matmul(work)
             case MlpStep():
                 return self.perceptron(work)
             case Attention():
-                raise Unsupported("with several heads its attention can be trained only with the score matrix made")
+                return self.attention(work)
             case _:
                 assert isinstance(work, LmStep)
                 raise Unsupported("no grouped-query attention that can be trained")
@@ -55,6 +55,34 @@ class Library:
             kept["c"] = cml.ops.matmul(a, b, work.trans_a, work.trans_b)
 
         return Job(self.context, step, lambda: {"c": kept["c"].numpy()})
+
+    def attention(self, work: Attention) -> Job:
+        """Forward and backward; with several heads and a tape it makes the score matrix. Layout [seq, heads * dim]."""
+        if work.batch != 1:
+            raise Unsupported("its attention takes one sequence")
+        shape = (work.seq, work.heads * work.head_dim)
+        q, k, v, d_o = (self.context.asarray(x[0].swapaxes(0, 1).reshape(shape)) for x in work.inputs())
+        kept: dict[str, Any] = {}
+        for x in (q, k, v):
+            x.requires_grad = True
+
+        def step() -> None:
+            for x in (q, k, v):
+                if x.grad is not None:
+                    x.grad.fill_(0.0)
+            kept["o"] = cml.ops.attention(q, k, v, num_heads=work.heads, causal=True)
+            cml.ops.mean(kept["o"] * d_o).backward()
+
+        def results() -> dict[str, np.ndarray]:
+            size = float(np.prod(shape))  # mean() divided by it
+            found = {
+                "o": kept["o"].numpy(),
+                **{n: x.grad.numpy() * size for n, x in zip(names, (q, k, v), strict=True)},
+            }
+            return {n: a.reshape(1, work.seq, work.heads, work.head_dim).swapaxes(1, 2) for n, a in found.items()}
+
+        names = ("d_q", "d_k", "d_v")
+        return Job(self.context, step, results)
 
     def perceptron(self, work: MlpStep) -> Job:
         """Training steps; the loss comes back to the host every step."""
