@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .fusion import Call, Merge, Rule, can_move, extent, overlap
-from .op import Op
+from .fusion_map import elementwise_neighbours
+from .op import OPS, Op
 from .ops.activation import ACTIVATION
 from .ops.add import ADD_IN_PLACE
 from .ops.add_bias import ADD_BIAS
+from .ops.elementwise import MapOp
 from .ops.layer_norm import LAYER_NORM_BACKWARD
 from .ops.matmul import MATMUL
 from .ops.rms_norm import RMS_NORM_BACKWARD
@@ -107,8 +109,11 @@ def residual_norm_backward(calls: Sequence[Call]) -> Merge | None:
     return None
 
 
-RULES: dict[str, Sequence[Rule]] = {
-    ADD_BIAS.name: (matmul_epilogue,),
-    ACTIVATION.name: (matmul_epilogue,),
-    ADD_IN_PLACE.name: (matmul_epilogue, residual_norm_backward),
-}
+def rules() -> dict[str, Sequence[Rule]]:
+    """Op name -> rules to try, in order, when a call of that op is the later one."""
+    found: dict[str, list[Rule]] = {op.name: [matmul_epilogue] for op in (ADD_BIAS, ACTIVATION, ADD_IN_PLACE)}
+    found[ADD_IN_PLACE.name].append(residual_norm_backward)
+    for op in OPS.values():
+        if isinstance(op, MapOp):
+            found.setdefault(op.name, []).append(elementwise_neighbours)
+    return dict(found)

@@ -10,10 +10,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from . import switches
-from .glsl_compiler import compile_glsl
+from .glsl_compiler import compile_glsl, compiler_name
 from .kernel import SHADER_DIR, Kernel
 from .op import OPS
 
@@ -21,6 +22,7 @@ SHIPPED_DIR = SHADER_DIR / "spirv"
 _MAGIC = b"\x03\x02\x23\x07"
 _CHECKSUM_BYTES = 32
 _loaded: dict[str, bytes] = {}
+_available: set[str] = set()
 
 
 def spirv_for(kernel: Kernel) -> bytes:
@@ -35,6 +37,17 @@ def spirv_for(kernel: Kernel) -> bytes:
             found = compile_glsl(kernel.glsl, kernel.name)
             write_atomically(cache_path(kernel), hashlib.sha256(found).digest() + found)
         _loaded[kernel.digest] = found
+    return found
+
+
+def is_available(kernel: Kernel) -> bool:
+    """Whether `spirv_for` can give it: it is there already, or there is a compiler."""
+    digest = kernel.digest
+    if digest in _loaded or digest in _available:
+        return True
+    found = bool(_shipped(kernel) or _cached(kernel) or compiler_name())
+    if found:
+        _available.add(digest)
     return found
 
 
@@ -56,16 +69,16 @@ def cached_kernels() -> list[Path]:
 
 
 def known_kernels() -> Iterator[Kernel]:
-    """Every kernel the ops declare, each text once: what is compiled ahead of time."""
+    """Every kernel the ops declare, and those that fusion makes of them, each text once: compiled ahead of time."""
     package = importlib.import_module(".ops", __package__)
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
+    fusion = importlib.import_module(".fusion_map", __package__)
     seen: set[str] = set()
-    for op in OPS.values():
-        for kernel in op.kernels():
-            if kernel.digest not in seen:
-                seen.add(kernel.digest)
-                yield kernel
+    for kernel in chain(*(op.kernels() for op in OPS.values()), fusion.known_kernels()):
+        if kernel.digest not in seen:
+            seen.add(kernel.digest)
+            yield kernel
 
 
 @cache

@@ -15,7 +15,7 @@ from .device_choice import choose_device
 from .dtypes import numpy_dtype
 from .errors import OutOfDeviceMemoryError
 from .fusion import Call, Fusion
-from .fusion_rules import RULES
+from .fusion_rules import rules
 from .host_memory import available_bytes
 from .input_checks import check_dispatch
 from .kernel import Kernel
@@ -116,7 +116,7 @@ class VulkanEngine(PooledEngine):
         self._checks = MemoryChecks(self, self.debug) if self.debug >= 2 else None
         # Memory checks look at memory after every op as it was called.
         if self._checks is None and switches.get("VKFOLD_FUSION"):
-            self.fusion = Fusion(self._launch_call, RULES)
+            self.fusion = Fusion(self._launch_call, rules())
             self.recorder.before_recording = self.fusion.drain
         self.guard_bytes = GUARD_BYTES if self._checks else 0
         self.replayer = StepReplayer(self.recorder, (*self.pools.values(), self.host_pool))
