@@ -24,10 +24,24 @@ class Call:
     """One op that is recorded and not launched yet. Holds addresses and no share in any storage.
 
     made: outputs, then temporaries. alive: for each output whether anybody can still read it. parts: names of the ops
-    that were called. scope: the profiler's.
+    that were called. scope: the profiler's. identity: equal for calls of one op with equal specs and settings.
     """
 
-    __slots__ = ("alive", "cost", "examined", "inputs", "made", "num_outputs", "op", "parts", "scope", "settings")
+    __slots__ = (
+        "_reads",
+        "_writes",
+        "alive",
+        "cost",
+        "examined",
+        "identity",
+        "inputs",
+        "made",
+        "num_outputs",
+        "op",
+        "parts",
+        "scope",
+        "settings",
+    )
 
     def __init__(
         self,
@@ -38,17 +52,21 @@ class Call:
         num_outputs: int,
         settings: dict[str, Any],
         alive: Sequence[Callable[[], Any]] | None = None,
+        identity: object = None,
     ) -> None:
         self.op = op
         self.cost = cost
         self.settings = settings
         self.num_outputs = num_outputs
         self.examined = False
+        self.identity = identity
+        self._reads: list[Range] | None = None
+        self._writes: list[Range] | None = None
         self.parts: tuple[str, ...] = (op.name,)
         self.scope: Any = None
         if alive is None:
             self.alive: Sequence[Callable[[], Any]] = [weakref.ref(t.storage) for t in made[:num_outputs]]
-            self.inputs = [None if t is None else borrowed(t) for t in inputs]
+            self.inputs = [None if t is None else borrowed(t) if t.twin is None else t.twin for t in inputs]
             self.made = [borrowed(t) for t in made]
         else:
             self.alive, self.inputs, self.made = alive, list(inputs), list(made)
@@ -64,12 +82,16 @@ class Call:
 
     def reads(self) -> list[Range]:
         """Bytes it may read."""
-        return [extent(t) for t in self.inputs if t is not None]
+        if self._reads is None:
+            self._reads = [(t.address, t.address + t.nbytes) for t in self.inputs if t is not None]
+        return self._reads
 
     def writes(self) -> list[Range]:
         """Bytes it may write."""
-        changed = [t for i in self.op.writes if (t := self.inputs[i]) is not None]
-        return [extent(t) for t in (*changed, *self.made)]
+        if self._writes is None:
+            changed = [t for i in self.op.writes if (t := self.inputs[i]) is not None]
+            self._writes = [(t.address, t.address + t.nbytes) for t in (*changed, *self.made)]
+        return self._writes
 
 
 class Merge(NamedTuple):
@@ -98,7 +120,8 @@ def borrowed(tensor: Tensor) -> Tensor:
     twin = storage.twin
     if twin is None:
         twin = storage.twin = Storage(storage.handle, storage.nbytes, storage.address, None)
-    return Tensor(tensor.engine, tensor.spec, twin, tensor.offset)
+    found = tensor.twin = Tensor(tensor.engine, tensor.spec, twin, tensor.offset)
+    return found
 
 
 def extent(tensor: Tensor) -> Range:
@@ -108,7 +131,11 @@ def extent(tensor: Tensor) -> Range:
 
 def overlap(some: Sequence[Range], others: Sequence[Range]) -> bool:
     """Whether any of the ranges share a byte."""
-    return any(a < d and c < b for a, b in some for c, d in others)
+    for a, b in some:
+        for c, d in others:
+            if a < d and c < b:
+                return True
+    return False
 
 
 def can_move(call: Call, across: Sequence[Call]) -> bool:

@@ -68,7 +68,7 @@ class Tensor:
     values with NumPy: `np.asarray(a)` copies the values; NumPy's functions of two arrays refuse tensors.
     """
 
-    __slots__ = ("__weakref__", "address", "engine", "offset", "spec", "storage")
+    __slots__ = ("__weakref__", "address", "engine", "offset", "spec", "storage", "twin")
     __array_ufunc__ = None  # `array + tensor` comes here, to say what to do, instead of copying to the host unseen
 
     def __init__(self, engine: ComputeEngine, spec: TensorSpec, storage: Storage, offset: int = 0) -> None:
@@ -77,6 +77,7 @@ class Tensor:
         self.storage = storage
         self.offset = offset  # bytes into the storage
         self.address = storage.address + offset
+        self.twin: Tensor | None = None  # the same bytes without a share in the storage; see fusion.py
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -131,7 +131,7 @@ class VulkanEngine(PooledEngine):
         if self.fusion is None and self.profiler is None:
             self._launch_now(op, rule.cost, inputs, made, settings)
             return
-        call = Call(op, rule.cost, inputs, made, len(rule.outputs), settings)
+        call = Call(op, rule.cost, inputs, made, len(rule.outputs), settings, identity=rule)
         if self.profiler is not None:
             call.scope = self.profiler.scope
         if self.fusion is not None:

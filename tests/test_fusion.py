@@ -46,6 +46,7 @@ def arrays(*shapes: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
 
 
 def train(kind: str, dropout: float, monkeypatch: pytest.MonkeyPatch, on: bool) -> tuple[dict, list, dict, int, dict]:
+    monkeypatch.setenv("VKFOLD_REPLAY", "0")
     monkeypatch.setenv("VKFOLD_FUSION", str(int(on)))
     monkeypatch.setenv("VKFOLD_DEBUG", "0")
     with VulkanEngine() as engine:
