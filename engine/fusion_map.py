@@ -23,6 +23,7 @@ _ARGUMENT = re.compile(r"\bargs\.(\w+)")
 _LOWER_HALF = re.compile(r"index \+ index / (args\.\w+) \* \1")
 _UPPER_HALF = re.compile(r"index \+ \(index / (args\.\w+) \+ 1u\) \* \1")
 _MOST_RECIPES = 4096
+_MOST_PARTS = 6  # calls in one kernel: longer chains would be new kernels to compile for ever less gain
 
 
 @dataclass(eq=False)
@@ -199,7 +200,7 @@ def elementwise_neighbours(calls: Sequence[Call]) -> Merge | None:
     last = calls[-1]
     for place in range(len(calls) - 2, -1, -1):
         first = calls[place]
-        if not isinstance(first.op, MapOp):
+        if not isinstance(first.op, MapOp) or len(first.parts) + len(last.parts) > _MOST_PARTS:
             continue
         merged = join(first, last)
         if merged is None or _moved(merged) >= _moved(first) + _moved(last):

@@ -272,6 +272,15 @@ def test_random_programs_give_the_same_bits(engine: VulkanEngine, seeds: range) 
     assert set(counts(engine)) >= expected
 
 
+def test_chains_do_not_grow_without_end(engine: VulkanEngine) -> None:
+    x = engine.tensor(np.ones((4, 4)))
+    y = engine.scale(x, 1.0)
+    for _ in range(30):
+        y = engine.add(y, x)
+    assert np.array_equal(y.numpy(), np.full((4, 4), 31.0))
+    assert 20 <= counts(engine)["elementwise neighbours"] <= 26  # six calls at most in a kernel
+
+
 def test_held_back_ops_hold_no_memory(engine: VulkanEngine) -> None:
     a = engine.tensor(np.ones((64, 64), np.float32))
     engine.flush_batch()
