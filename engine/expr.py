@@ -5,8 +5,8 @@
 
 `simplify` (expr_simplify.py), `derivative` (expr_derivative.py), `evaluate` (expr_numpy.py), `glsl_statements`
 (expr_glsl.py) and `substitute` (expr_walk.py) work on them. A value is a float, a condition (what comparisons give and
-`where` takes) or, for random numbers alone, a whole number. Equal expressions are one object, so `is` compares them and
-a common part is computed once.
+`where` takes) or a whole number of 32 bits (random numbers, indices). Equal expressions are one object, so `is`
+compares them and a common part is computed once.
 
 What an expression means is fixed to the bit but for exp, log, rsqrt and division, whose error is the driver's: each
 operator rounds once, nothing is reassociated, `fma` rounds once where the device has one. `maximum` and `minimum` are
@@ -25,9 +25,12 @@ SIGNATURES = {
     "constant": "->f",
     "whole": "->u",
     "number": "->u",
-    **dict.fromkeys(("neg", "abs", "exp", "log", "rsqrt", "logistic", "tanh", "float16", "bfloat16"), "f->f"),
+    **dict.fromkeys(
+        ("neg", "abs", "exp", "exp_nonpositive", "log", "rsqrt", "logistic", "tanh", "float16", "bfloat16"), "f->f"
+    ),
     **dict.fromkeys(("add", "sub", "mul", "div", "max", "min"), "ff->f"),
     **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne"), "ff->b"),
+    **dict.fromkeys(("same", "below"), "uu->b"),
     **dict.fromkeys(("and", "or"), "bb->b"),
     "not": "b->b",
     "fma": "fff->f",
@@ -143,7 +146,7 @@ def make(op: str, *args: Expr | float) -> Expr:
     if not wanted or "".join(arg.kind for arg in given) != wanted:
         raise ValueError(
             f"no operation {op!r} of {', '.join(map(repr, given))}: conditions go into where(), &, | and ~, whole "
-            "numbers into random ones"
+            "numbers into same(), below() and random ones"
         )
     return _node(op, given, "", 0.0)
 
@@ -184,9 +187,9 @@ def fma(a: Expr | float, b: Expr | float, c: Expr | float) -> Expr:
     return make("fma", a, b, c)
 
 
-def exp(x: Expr | float) -> Expr:
-    """e to the x; on the device 0 where that is below 2^-126."""
-    return make("exp", x)
+def exp(x: Expr | float, *, nonpositive: bool = False) -> Expr:
+    """e to the x; on the device 0 where that is below 2^-126. nonpositive: x is at most 0 or so, which is cheaper."""
+    return make("exp_nonpositive" if nonpositive else "exp", x)
 
 
 def log(x: Expr | float) -> Expr:
@@ -258,6 +261,20 @@ def cast(x: Expr, dtype: str) -> Expr:
     return make(dtype, cast(x, "float32"))
 
 
+def same(a: Expr | int, b: Expr | int) -> Expr:
+    """Whether two whole numbers are equal."""
+    return make("same", *_wholes(a, b))
+
+
+def below(a: Expr | int, b: Expr | int) -> Expr:
+    """Whether the whole number a is below b, both taken as unsigned: a negative int32 is above all others."""
+    return make("below", *_wholes(a, b))
+
+
+def _wholes(*numbers: Expr | int) -> list[Expr]:
+    return [number if isinstance(number, Expr) else whole(number) for number in numbers]
+
+
 def random_below(threshold: Expr | int, site: Expr | int) -> Expr:
     """Whether the element's random 32 bits are below `threshold`: true for one in 2^32 / threshold.
 
@@ -265,9 +282,9 @@ def random_below(threshold: Expr | int, site: Expr | int) -> Expr:
     engine/philox.py), e being the element's index in the output: they depend on nothing else, and computing them again
     gives them again. threshold, site: `whole` numbers.
     """
-    return make("random_below", *(n if isinstance(n, Expr) else whole(n) for n in (threshold, site)))
+    return make("random_below", *_wholes(threshold, site))
 
 
 def uniform(site: Expr | int) -> Expr:
     """A random number for each element, a multiple of 2^-24 in 0 <= u < 1: the upper 24 of `random_below`'s bits."""
-    return make("uniform", site if isinstance(site, Expr) else whole(site))
+    return make("uniform", *_wholes(site))

@@ -87,7 +87,7 @@ def _outer(node: Expr) -> Expr:
         return constant(-1.0)
     if node.op == "abs":
         return where(x < 0.0, -1.0, 1.0)
-    if node.op == "exp":
+    if node.op in ("exp", "exp_nonpositive"):
         return node
     if node.op == "log":
         return 1.0 / x

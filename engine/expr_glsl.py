@@ -25,6 +25,7 @@ _CALLS = {
     "abs": "abs",
     "fma": "fma",
     "exp": "exp_full",
+    "exp_nonpositive": "exp_or_zero",
     "log": "log_full",
     "rsqrt": "rsqrt_full",
     "float16": "round_to_half",
@@ -126,6 +127,11 @@ def _text(node: Expr, kind: str, args: list[str], names: Mapping[str, str]) -> s
         return names.get(node.name, node.name)
     if op == "number":
         return f"{int(node.number)}u"
+    if op in ("same", "below"):
+        infix, function = ("==", "equal") if op == "same" else ("<", "lessThan")
+        if kind == "float":
+            return f"({args[0]} {infix} {args[1]})"
+        return f"{function}(uvec4({args[0]}), uvec4({args[1]}))"
     if op in RANDOM:
         more = f", {args[0]}" if op == "random_below" else ""
         return f"{op}_{kind}(args.step, {args[-1]}, index{more})"

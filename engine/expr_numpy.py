@@ -24,8 +24,8 @@ def evaluate(roots: Iterable[Expr], *, step: StepParameters | None = None, **arr
     roots = expanded(roots)
     order = topological(roots)
     wholes = {node.name for node in order if node.op == "whole"}
-    held = {name: np.asarray(array) for name, array in arrays.items() if name not in wholes}
-    dtype = np.result_type(np.float32, *[array.dtype for array in held.values() if array.ndim])
+    held = {name: np.asarray(array) for name, array in arrays.items()}
+    dtype = np.result_type(np.float32, *[a.dtype for name, a in held.items() if a.ndim and name not in wholes])
     shape = np.broadcast_shapes(*[array.shape for array in held.values()])
     last_use = {arg: node for node in order for arg in node.args}  # values are dropped after it
     values: dict[Expr, Any] = {}
@@ -38,7 +38,7 @@ def evaluate(roots: Iterable[Expr], *, step: StepParameters | None = None, **arr
             elif node.op == "constant":
                 values[node] = dtype.type(node.number)
             elif node.kind == "u":
-                values[node] = int(arrays[node.name] if node.name else node.number)
+                values[node] = _whole(arrays[node.name] if node.name else node.number)
             elif node.op in RANDOM:
                 values[node] = _random(node.op, [values[arg] for arg in node.args], shape, step, dtype)
             else:
@@ -50,10 +50,14 @@ def evaluate(roots: Iterable[Expr], *, step: StepParameters | None = None, **arr
     return [value if value.shape == shape else np.broadcast_to(value, shape).copy() for value in made]
 
 
-def _random(op: str, args: list[int], shape: tuple[int, ...], step: StepParameters | None, dtype: Any) -> Any:
+def _whole(values: Any) -> Any:
+    return (np.asarray(values).astype(np.int64) & 0xFFFFFFFF).astype(np.uint32)
+
+
+def _random(op: str, args: list[Any], shape: tuple[int, ...], step: StepParameters | None, dtype: Any) -> Any:
     if step is None:
         raise ValueError("an expression with random numbers is evaluated with step=StepParameters(...)")
-    words = random_words(math.prod(shape), args[-1], step).reshape(shape)
+    words = random_words(math.prod(shape), int(args[-1]), step).reshape(shape)
     return words < args[0] if op == "random_below" else (words >> 8).astype(dtype) * dtype.type(2.0**-24)
 
 
@@ -62,7 +66,7 @@ def _apply(op: str, args: list[Any]) -> Any:
         return np.negative(args[0])
     if op == "abs":
         return np.abs(args[0])
-    if op == "exp":
+    if op in ("exp", "exp_nonpositive"):
         return np.exp(args[0])
     if op == "log":
         return np.log(args[0])
@@ -80,6 +84,8 @@ def _apply(op: str, args: list[Any]) -> Any:
         return _fma(*args)
     if op == "where":
         return np.where(*args)
+    if op in ("same", "below"):
+        return (np.equal if op == "same" else np.less)(*args)
     if op in ("and", "or"):
         return (np.logical_and if op == "and" else np.logical_or)(*args)
     if op == "not":

@@ -305,7 +305,7 @@ def test_misuse_is_refused() -> None:
         (A < B) & A
     with pytest.raises(ValueError, match="does not fit 32 bits"):
         e.uniform(-1)
-    with pytest.raises(ValueError, match="whole numbers into random"):
+    with pytest.raises(ValueError, match="whole numbers into same"):
         e.make("add", e.whole("n"), A)
     with pytest.raises(ValueError, match="step="):
         evaluate([e.uniform(1) * A], a=np.zeros(2))

@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ..kernel import Kernel
-from ..op import Op, register
-from ..step_parameters import StepParameters
+from ..expr import below, constant, equal, exp, log, same, variables, where, whole
+from ..fold import FoldSpec, Walk, online_softmax, softmax_shift
+from ..op import register
 from ..tensor import Tensor, TensorSpec
-from .row_kernels import ROW_SUBGROUPS, RowKernels, check_spec, row_groups, rows_and_columns
+from .row_fold import RowFold, RowFoldOp
+from .row_kernels import check_spec, rows_and_columns
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
-    from ..recorder import Recorder
 
-FORWARD = RowKernels(
-    "cross_entropy",
-    "cross_entropy.comp",
-    "in row logits, in i32 targets, out f32 loss, out f32 lse, uint rows, uint cols, int ignore_index",
-    subgroups=ROW_SUBGROUPS,
+_LOGITS, _LARGEST, _TOTAL, _PICKED, _LSE, _SCALE, _FACTOR = variables(
+    "logits largest total picked lse loss_scale factor"
 )
-BACKWARD = RowKernels(
-    "cross_entropy_backward",
-    "cross_entropy_backward.comp",
-    "inout row logits, in i32 targets, in f32 lse, step, uint rows, uint cols, int ignore_index",
-    subgroups=ROW_SUBGROUPS,
+_TARGET, _NUM_COLS, _COLUMN = whole("targets"), whole("num_cols"), whole("column")
+_NAN = constant(math.nan)
+_VALID = below(_TARGET, _NUM_COLS)  # a target outside the row has no loss: NaN, which stops the step
+_IGNORED = same(_TARGET, whole("ignore_index"))
+
+FORWARD = RowFold(
+    FoldSpec(
+        "cross_entropy",
+        {"logits": "row", "targets": "whole"},
+        picks={"picked": ("logits", _TARGET)},
+        skip=_IGNORED,
+        walks=[online_softmax(_LOGITS)],
+        values={
+            "loss": (softmax_shift(_LARGEST) - where(_VALID, _PICKED, _NAN)) + log(_TOTAL),
+            "lse": softmax_shift(_LARGEST) + log(_TOTAL),
+        },
+        scalars="int ignore_index",
+    )
+)
+# -inf has no share, also where the whole row is -inf
+_SHARE = where(equal(_LOGITS, constant(-math.inf)), 0.0, exp(_LOGITS - _LSE, nonpositive=True))
+BACKWARD = RowFold(
+    FoldSpec(
+        "cross_entropy_backward",
+        {"logits": "row", "targets": "whole", "lse": "value", "loss_scale": "step"},
+        skip=_IGNORED,
+        walks=[Walk([], {"factor": where(_VALID, _SCALE, _NAN)})],
+        elements={"logits": (_SHARE - where(same(_COLUMN, _TARGET), 1.0, 0.0)) * _FACTOR},
+        scalars="int ignore_index",
+    )
 )
 
 
@@ -39,10 +60,11 @@ def _check(op: str, logits: TensorSpec, targets: TensorSpec) -> int:
     return rows
 
 
-class CrossEntropyOp(Op):
+class CrossEntropyOp(RowFoldOp):
     """Loss and log-sum-exp of each row."""
 
     name = "cross_entropy"
+    fold = FORWARD
 
     def outputs(self, logits: TensorSpec, targets: TensorSpec, *, ignore_index: int) -> Sequence[TensorSpec]:
         rows = _check(self.name, logits, targets)
@@ -51,32 +73,17 @@ class CrossEntropyOp(Op):
     def flops(self, logits: TensorSpec, targets: TensorSpec, *, ignore_index: int) -> int:
         return 4 * logits.size
 
-    def reference(self, logits: Any, targets: Any, *, ignore_index: int) -> Sequence[Any]:
-        rows, cols = logits.shape
-        largest = logits.max(axis=1, initial=-np.inf)
-        largest = np.where(np.isneginf(largest), 0, largest)
-        log_sum = np.log(np.exp(logits - largest[:, None]).sum(axis=1))
-        valid = (targets >= 0) & (targets < cols)
-        picked = np.where(valid, logits[np.arange(rows), np.where(valid, targets, 0)], np.nan)
-        ignored = targets == ignore_index
-        return np.where(ignored, 0, (largest - picked) + log_sum), np.where(ignored, 0, largest + log_sum)
-
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, ignore_index: int) -> None:
-        (logits, targets), (loss, lse) = inputs, outputs
-        rows, cols = logits.shape
-        kernel = FORWARD.pick(cols, logits)
-        gpu.dispatch(kernel, row_groups(gpu, kernel, rows), logits, targets, loss, lse, rows, cols, ignore_index)
-
-    def kernels(self) -> Iterable[Kernel]:
-        return FORWARD.both()
+    def scalar_values(self, *, ignore_index: int) -> tuple[float, ...]:  # type: ignore[override]
+        return (ignore_index,)
 
 
-class CrossEntropyBackwardOp(Op):
+class CrossEntropyBackwardOp(RowFoldOp):
     """Logits become their gradient."""
 
     name = "cross_entropy_backward_"
     writes = (0,)
     takes_step = True
+    fold = BACKWARD
 
     def outputs(
         self, logits: TensorSpec, targets: TensorSpec, lse: TensorSpec, *, ignore_index: int
@@ -88,25 +95,8 @@ class CrossEntropyBackwardOp(Op):
     def flops(self, logits: TensorSpec, targets: TensorSpec, lse: TensorSpec, *, ignore_index: int) -> int:
         return 4 * logits.size
 
-    def reference(
-        self, logits: Any, targets: Any, lse: Any, *, ignore_index: int, step: StepParameters
-    ) -> Sequence[Any]:
-        rows, cols = logits.shape
-        valid = (targets >= 0) & (targets < cols)
-        gradient = np.where(np.isneginf(logits), 0, np.exp(logits - lse[:, None]))
-        gradient[np.arange(rows)[valid], targets[valid]] -= 1
-        gradient = np.where(valid[:, None], gradient * logits.dtype.type(step.loss_scale), np.nan)
-        logits[...] = np.where((targets == ignore_index)[:, None], 0, gradient)
-        return ()
-
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, ignore_index: int) -> None:
-        logits, targets, lse = inputs
-        rows, cols = logits.shape
-        kernel = BACKWARD.pick(cols, logits)
-        gpu.dispatch(kernel, row_groups(gpu, kernel, rows), logits, targets, lse, rows, cols, ignore_index)
-
-    def kernels(self) -> Iterable[Kernel]:
-        return BACKWARD.both()
+    def scalar_values(self, *, ignore_index: int) -> tuple[float, ...]:  # type: ignore[override]
+        return (ignore_index,)
 
 
 CROSS_ENTROPY = register(CrossEntropyOp())

@@ -1,41 +1,80 @@
-"""LayerNorm (Ba, Kiros & Hinton 2016) over the last dimension: (x - mean) / sqrt(variance + eps) * weight + bias."""
+"""LayerNorm (Ba, Kiros & Hinton 2016) over the last dimension: (x - mean) / sqrt(variance + eps) * weight + bias.
+
+Two passes with a correction (Chan, Golub & LeVeque 1983): the first sums what the row is beyond its first element, so
+that equal elements have no error; the second sums the deviations from that mean, and their squares. The deviations' own
+mean takes out what rounding did, so the mean is right to half a unit in its last place however far it lies from 0.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from ..expr import fma, rsqrt, variables, where, whole
+from ..fold import FoldSpec, State, Walk
 from ..kernel import Kernel
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
 from .column_sum import ColumnPartials, check_output
-from .row_kernels import ROW_SUBGROUPS, RowKernels, check_spec, row_groups, rows_and_columns
+from .row_fold import RowFold, RowFoldOp
+from .row_kernels import check_spec, rows_and_columns
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
 
-FORWARD = RowKernels(
-    "layer_norm",
-    "layer_norm.comp",
-    "in row x, in row weight, in row bias, out row y, out f32 mean, out f32 rstd, uint rows, uint cols, float eps",
-    subgroups=ROW_SUBGROUPS,
-    APPLY=0,
+_X, _DY, _WEIGHT, _BIAS, _INTO, _MEAN, _RSTD, _EPS = variables("x dy weight bias into mean rstd eps")
+_COLS, _FIRST, _SUM, _FIRST_MEAN = variables("cols first sum first_mean")
+_DEVIATIONS, _SQUARES, _CORRECTION, _VARIANCE = variables("deviations squares correction variance")
+_TOTAL, _DOT, _MEAN_G, _MEAN_DOT = variables("total dot mean_g mean_dot")
+_DEVIATION = _X - _FIRST_MEAN
+_XHAT = (_X - _MEAN) * _RSTD
+_Y = fma(_XHAT, _WEIGHT, _BIAS)
+_G = _DY * _WEIGHT
+_DX = _RSTD * ((_G - _MEAN_G) - _XHAT * _MEAN_DOT)
+_BACKWARD_INPUTS = {"dy": "row", "x": "row", "weight": "column", "mean": "value", "rstd": "value"}
+_BACKWARD_WALK = Walk(
+    [State("total", "sum", _G), State("dot", "sum", _G * _XHAT)],
+    {"mean_g": _TOTAL / _COLS, "mean_dot": _DOT / _COLS},
 )
-APPLY = RowKernels(
-    "layer_norm_apply",
-    "layer_norm.comp",
-    "in row x, in row weight, in row bias, in f32 mean, in f32 rstd, out row y, uint rows, uint cols",
-    subgroups=ROW_SUBGROUPS,
-    APPLY=1,
+
+FORWARD = RowFold(
+    FoldSpec(
+        "layer_norm",
+        {"x": "row", "weight": "column", "bias": "column"},
+        picks={"first": ("x", whole(0))},
+        walks=[
+            Walk([State("sum", "sum", _X - _FIRST)], {"first_mean": _FIRST + _SUM / _COLS}),
+            Walk(
+                [State("deviations", "sum", _DEVIATION), State("squares", "sum", _DEVIATION * _DEVIATION)],
+                {
+                    "correction": _DEVIATIONS / _COLS,
+                    "mean": _FIRST_MEAN + _CORRECTION,
+                    "variance": fma(-_CORRECTION, _CORRECTION, _SQUARES / _COLS),  # a little below 0 by rounding
+                    "rstd": rsqrt(where(_VARIANCE < 0.0, 0.0, _VARIANCE) + _EPS),
+                },
+            ),
+        ],
+        elements={"y": _Y},
+        values={"mean": _MEAN, "rstd": _RSTD},
+        scalars="float eps",
+    )
 )
-BACKWARD = RowKernels(
-    "layer_norm_backward",
-    "layer_norm_backward.comp",
-    "in row dy, in row x, in row weight, in f32 mean, in f32 rstd, inout row dx, uint rows, uint cols, uint accumulate",
-    subgroups=ROW_SUBGROUPS,
+APPLY = RowFold(
+    FoldSpec(
+        "layer_norm_apply",
+        {"x": "row", "weight": "column", "bias": "column", "mean": "value", "rstd": "value"},
+        elements={"y": _Y},
+    )
+)
+BACKWARD = RowFold(FoldSpec("layer_norm_backward", _BACKWARD_INPUTS, walks=[_BACKWARD_WALK], elements={"dx": _DX}))
+BACKWARD_INTO = RowFold(
+    FoldSpec(
+        "layer_norm_backward_into",
+        {**_BACKWARD_INPUTS, "into": "row"},
+        walks=[_BACKWARD_WALK],
+        elements={"into": _INTO + _DX},
+    )
 )
 WEIGHT_BACKWARD = ColumnPartials(
     "layer_norm_weight_backward",
@@ -52,10 +91,11 @@ def _check(op: str, x: TensorSpec, **others: TensorSpec) -> None:
         check_spec(op, name, spec, shapes.get(name, (cols,)))
 
 
-class LayerNormOp(Op):
+class LayerNormOp(RowFoldOp):
     """y, and mean and reciprocal standard deviation of each row."""
 
     name = "layer_norm"
+    fold = FORWARD
 
     def outputs(self, x: TensorSpec, weight: TensorSpec, bias: TensorSpec, *, eps: float) -> Sequence[TensorSpec]:
         _check(self.name, x, weight=weight, bias=bias)
@@ -66,27 +106,15 @@ class LayerNormOp(Op):
     def flops(self, x: TensorSpec, weight: TensorSpec, bias: TensorSpec, *, eps: float) -> int:
         return 10 * x.size
 
-    def reference(self, x: Any, weight: Any, bias: Any, *, eps: float) -> Sequence[Any]:
-        mean = x[..., 0] + (x - x[..., :1]).mean(axis=-1)
-        mean = mean + (x - mean[..., None]).mean(axis=-1)
-        deviation = x - mean[..., None]
-        rstd = 1 / np.sqrt(np.square(deviation).mean(axis=-1) + x.dtype.type(eps))
-        return deviation * rstd[..., None] * weight + bias, mean, rstd
-
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, eps: float) -> None:
-        (x, weight, bias), (y, mean, rstd) = inputs, outputs
-        rows, cols = mean.size, x.shape[-1]
-        kernel = FORWARD.pick(cols, x, weight, bias, y)
-        gpu.dispatch(kernel, row_groups(gpu, kernel, rows), x, weight, bias, y, mean, rstd, rows, cols, eps)
-
-    def kernels(self) -> Iterable[Kernel]:
-        return FORWARD.both()
+    def scalar_values(self, *, eps: float) -> tuple[float, ...]:  # type: ignore[override]
+        return (eps,)
 
 
-class LayerNormApplyOp(Op):
+class LayerNormApplyOp(RowFoldOp):
     """y again, from the kept mean and rstd."""
 
     name = "layer_norm_apply"
+    fold = APPLY
 
     def outputs(
         self, x: TensorSpec, weight: TensorSpec, bias: TensorSpec, mean: TensorSpec, rstd: TensorSpec
@@ -97,23 +125,12 @@ class LayerNormApplyOp(Op):
     def flops(self, x: TensorSpec, *others: TensorSpec) -> int:
         return 4 * x.size
 
-    def reference(self, x: Any, weight: Any, bias: Any, mean: Any, rstd: Any) -> Sequence[Any]:
-        return ((x - mean[..., None]) * rstd[..., None] * weight + bias,)
 
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        (x, weight, bias, mean, rstd), (y,) = inputs, outputs
-        rows, cols = mean.size, x.shape[-1]
-        kernel = APPLY.pick(cols, x, weight, bias, y)
-        gpu.dispatch(kernel, row_groups(gpu, kernel, rows), x, weight, bias, mean, rstd, y, rows, cols)
-
-    def kernels(self) -> Iterable[Kernel]:
-        return APPLY.both()
-
-
-class LayerNormBackwardOp(Op):
+class LayerNormBackwardOp(RowFoldOp):
     """Gradient of x, added to `into` where that is given."""
 
     name = "layer_norm_backward"
+    fold, fold_into = BACKWARD, BACKWARD_INTO
     writes = (5,)
 
     def outputs(
@@ -133,26 +150,6 @@ class LayerNormBackwardOp(Op):
 
     def flops(self, dy: TensorSpec, *others: TensorSpec | None) -> int:
         return 13 * dy.size
-
-    def reference(self, dy: Any, x: Any, weight: Any, mean: Any, rstd: Any, into: Any) -> Sequence[Any]:
-        scale = rstd[..., None]
-        g, xhat = dy * weight, (x - mean[..., None]) * scale
-        inner = g - g.mean(axis=-1, keepdims=True) - xhat * (g * xhat).mean(axis=-1, keepdims=True)
-        if into is None:
-            return (scale * inner,)
-        into += scale * inner
-        return ()
-
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        dy, x, weight, mean, rstd, into = inputs
-        dx = into if into is not None else outputs[0]
-        rows, cols = mean.size, x.shape[-1]
-        kernel = BACKWARD.pick(cols, dy, x, weight, dx)
-        groups = row_groups(gpu, kernel, rows)
-        gpu.dispatch(kernel, groups, dy, x, weight, mean, rstd, dx, rows, cols, int(into is not None))
-
-    def kernels(self) -> Iterable[Kernel]:
-        return BACKWARD.both()
 
 
 class LayerNormWeightBackwardOp(Op):

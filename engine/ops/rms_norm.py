@@ -5,47 +5,57 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from ..expr import rsqrt, variables
+from ..fold import FoldSpec, State, Walk
 from ..kernel import Kernel
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
 from .column_sum import ColumnPartials, check_output
-from .row_kernels import ROW_SUBGROUPS, RowKernels, check_spec, row_groups, rows_and_columns
+from .row_fold import RowFold, RowFoldOp
+from .row_kernels import check_spec, rows_and_columns
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
 
-FORWARD = RowKernels(
-    "rms_norm",
-    "rms_norm.comp",
-    "in row x, in row weight, out row y, out f32 rstd, uint rows, uint cols, float eps",
-    subgroups=ROW_SUBGROUPS,
-    APPLY=0,
+_X, _DY, _WEIGHT, _INTO, _RSTD, _EPS = variables("x dy weight into rstd eps")
+_COLS, _SQUARES, _DOT, _MEAN_DOT = variables("cols squares dot mean_dot")
+_Y = _X * _RSTD * _WEIGHT
+_G, _XHAT = _DY * _WEIGHT, _X * _RSTD
+_DX = _RSTD * (_G - _XHAT * _MEAN_DOT)
+_BACKWARD_INPUTS = {"dy": "row", "x": "row", "weight": "column", "rstd": "value"}
+_BACKWARD_WALK = Walk([State("dot", "sum", _G * _XHAT)], {"mean_dot": _DOT / _COLS})
+
+FORWARD = RowFold(
+    FoldSpec(
+        "rms_norm",
+        {"x": "row", "weight": "column"},
+        walks=[Walk([State("squares", "sum", _X * _X)], {"rstd": rsqrt(_SQUARES / _COLS + _EPS)})],
+        elements={"y": _Y},
+        values={"rstd": _RSTD},
+        scalars="float eps",
+    )
 )
-APPLY = RowKernels(
-    "rms_norm_apply",
-    "rms_norm.comp",
-    "in row x, in row weight, in f32 rstd, out row y, uint rows, uint cols",
-    subgroups=ROW_SUBGROUPS,
-    APPLY=1,
-)
-BACKWARD = RowKernels(
-    "rms_norm_backward",
-    "rms_norm_backward.comp",
-    "in row dy, in row x, in row weight, in f32 rstd, inout row dx, uint rows, uint cols, uint accumulate",
-    subgroups=ROW_SUBGROUPS,
+APPLY = RowFold(FoldSpec("rms_norm_apply", {"x": "row", "weight": "column", "rstd": "value"}, elements={"y": _Y}))
+BACKWARD = RowFold(FoldSpec("rms_norm_backward", _BACKWARD_INPUTS, walks=[_BACKWARD_WALK], elements={"dx": _DX}))
+BACKWARD_INTO = RowFold(
+    FoldSpec(
+        "rms_norm_backward_into",
+        {**_BACKWARD_INPUTS, "into": "row"},
+        walks=[_BACKWARD_WALK],
+        elements={"into": _INTO + _DX},
+    )
 )
 WEIGHT_BACKWARD = ColumnPartials(
     "rms_norm_weight_backward", "in row dy, in row x, in f32 rstd, out row partials", kind=1
 )
 
 
-class RmsNormOp(Op):
+class RmsNormOp(RowFoldOp):
     """y and the reciprocal root mean square of each row."""
 
     name = "rms_norm"
+    fold = FORWARD
 
     def outputs(self, x: TensorSpec, weight: TensorSpec, *, eps: float) -> Sequence[TensorSpec]:
         _, cols = rows_and_columns(self.name, "x", x, loops=2)
@@ -57,24 +67,15 @@ class RmsNormOp(Op):
     def flops(self, x: TensorSpec, weight: TensorSpec, *, eps: float) -> int:
         return 4 * x.size
 
-    def reference(self, x: Any, weight: Any, *, eps: float) -> Sequence[Any]:
-        rstd = 1 / np.sqrt(np.square(x).mean(axis=-1) + x.dtype.type(eps))
-        return x * rstd[..., None] * weight, rstd
-
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, eps: float) -> None:
-        (x, weight), (y, rstd) = inputs, outputs
-        cols = x.shape[-1]
-        kernel = FORWARD.pick(cols, x, weight, y)
-        gpu.dispatch(kernel, row_groups(gpu, kernel, rstd.size), x, weight, y, rstd, rstd.size, cols, eps)
-
-    def kernels(self) -> Iterable[Kernel]:
-        return FORWARD.both()
+    def scalar_values(self, *, eps: float) -> tuple[float, ...]:  # type: ignore[override]
+        return (eps,)
 
 
-class RmsNormApplyOp(Op):
+class RmsNormApplyOp(RowFoldOp):
     """y again, from the kept rstd."""
 
     name = "rms_norm_apply"
+    fold = APPLY
 
     def outputs(self, x: TensorSpec, weight: TensorSpec, rstd: TensorSpec) -> Sequence[TensorSpec]:
         _, cols = rows_and_columns(self.name, "x", x, loops=2)
@@ -85,23 +86,12 @@ class RmsNormApplyOp(Op):
     def flops(self, x: TensorSpec, weight: TensorSpec, rstd: TensorSpec) -> int:
         return 2 * x.size
 
-    def reference(self, x: Any, weight: Any, rstd: Any) -> Sequence[Any]:
-        return (x * rstd[..., None] * weight,)
 
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        (x, weight, rstd), (y,) = inputs, outputs
-        cols = x.shape[-1]
-        kernel = APPLY.pick(cols, x, weight, y)
-        gpu.dispatch(kernel, row_groups(gpu, kernel, rstd.size), x, weight, rstd, y, rstd.size, cols)
-
-    def kernels(self) -> Iterable[Kernel]:
-        return APPLY.both()
-
-
-class RmsNormBackwardOp(Op):
+class RmsNormBackwardOp(RowFoldOp):
     """Gradient of x, added to `into` where that is given."""
 
     name = "rms_norm_backward"
+    fold, fold_into = BACKWARD, BACKWARD_INTO
     writes = (4,)
 
     def outputs(
@@ -118,26 +108,6 @@ class RmsNormBackwardOp(Op):
 
     def flops(self, dy: TensorSpec, x: TensorSpec, *others: TensorSpec | None) -> int:
         return 9 * x.size
-
-    def reference(self, dy: Any, x: Any, weight: Any, rstd: Any, into: Any) -> Sequence[Any]:
-        scale = rstd[..., None]
-        g, xhat = dy * weight, x * scale
-        dx = scale * (g - xhat * (g * xhat).mean(axis=-1, keepdims=True))
-        if into is None:
-            return (dx,)
-        into += dx
-        return ()
-
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        dy, x, weight, rstd, into = inputs
-        dx = into if into is not None else outputs[0]
-        cols = x.shape[-1]
-        kernel = BACKWARD.pick(cols, dy, x, weight, dx)
-        groups = row_groups(gpu, kernel, rstd.size)
-        gpu.dispatch(kernel, groups, dy, x, weight, rstd, dx, rstd.size, cols, int(into is not None))
-
-    def kernels(self) -> Iterable[Kernel]:
-        return BACKWARD.both()
 
 
 class RmsNormWeightBackwardOp(Op):

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ..kernel import Kernel
-from ..op import Op, register
+from ..expr import equal, exp, variables, where
+from ..fold import FoldSpec, State, Walk, online_softmax, softmax_shift
+from ..op import register
 from ..tensor import Tensor, TensorSpec
-from .row_kernels import ROW_SUBGROUPS, RowKernels, check_spec, row_groups, rows_and_columns
+from .row_fold import RowFold, RowFoldOp
+from .row_kernels import check_spec, rows_and_columns
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
-    from ..recorder import Recorder
 
-FORWARD = RowKernels("softmax", "softmax.comp", "in row x, out row y, uint rows, uint cols", subgroups=ROW_SUBGROUPS)
-BACKWARD = RowKernels(
-    "softmax_backward",
-    "softmax_backward.comp",
-    "in row dy, in row y, out row dx, uint rows, uint cols",
-    subgroups=ROW_SUBGROUPS,
+_X, _DY, _Y, _LARGEST, _TOTAL, _DOT = variables("x dy y largest total dot")
+
+FORWARD = RowFold(
+    FoldSpec(
+        "softmax",
+        {"x": "row"},
+        walks=[online_softmax(_X)],
+        elements={"y": exp(_X - softmax_shift(_LARGEST), nonpositive=True) / where(equal(_TOTAL, 0.0), 1.0, _TOTAL)},
+    )
+)
+BACKWARD = RowFold(
+    FoldSpec(
+        "softmax_backward",
+        {"dy": "row", "y": "row"},
+        walks=[Walk([State("dot", "sum", _DY * _Y)])],
+        elements={"dx": _Y * (_DY - _DOT)},
+    )
 )
 
 
-class SoftmaxOp(Op):
+class SoftmaxOp(RowFoldOp):
     """y = softmax(x) of each row."""
 
     name = "softmax"
+    fold = FORWARD
 
     def outputs(self, x: TensorSpec) -> Sequence[TensorSpec]:
         rows_and_columns(self.name, "x", x, loops=2)
@@ -37,27 +48,12 @@ class SoftmaxOp(Op):
     def flops(self, x: TensorSpec) -> int:
         return 5 * x.size
 
-    def reference(self, x: Any) -> Sequence[Any]:
-        top = x.max(axis=-1, keepdims=True)
-        weights = np.exp(x - np.where(np.isneginf(top), 0, top).astype(x.dtype))
-        total = weights.sum(axis=-1, keepdims=True)
-        return (weights / np.where(total == 0, 1, total),)
 
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        (x,), (y,) = inputs, outputs
-        cols = x.shape[-1]
-        rows = x.size // cols
-        kernel = FORWARD.pick(cols, x, y)
-        gpu.dispatch(kernel, row_groups(gpu, kernel, rows), x, y, rows, cols)
-
-    def kernels(self) -> Iterable[Kernel]:
-        return FORWARD.both()
-
-
-class SoftmaxBackwardOp(Op):
+class SoftmaxBackwardOp(RowFoldOp):
     """dx from dy and y."""
 
     name = "softmax_backward"
+    fold = BACKWARD
 
     def outputs(self, dy: TensorSpec, y: TensorSpec) -> Sequence[TensorSpec]:
         rows_and_columns(self.name, "y", y, loops=2)
@@ -66,19 +62,6 @@ class SoftmaxBackwardOp(Op):
 
     def flops(self, dy: TensorSpec, y: TensorSpec) -> int:
         return 4 * y.size
-
-    def reference(self, dy: Any, y: Any) -> Sequence[Any]:
-        return (y * (dy - (dy * y).sum(axis=-1, keepdims=True)),)
-
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        (dy, y), (dx,) = inputs, outputs
-        cols = y.shape[-1]
-        rows = y.size // cols
-        kernel = BACKWARD.pick(cols, dy, y, dx)
-        gpu.dispatch(kernel, row_groups(gpu, kernel, rows), dy, y, dx, rows, cols)
-
-    def kernels(self) -> Iterable[Kernel]:
-        return BACKWARD.both()
 
 
 SOFTMAX = register(SoftmaxOp())

@@ -1,0 +1,166 @@
+"""Folds over rows: own ones on the device, the ops' descriptions against other formulas, the order of sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vkfold.engine.cpu_engine import CpuEngine
+from vkfold.engine.expr import constant, equal, log, rsqrt, same, uniform, variables, where, whole
+from vkfold.engine.fold import FoldSpec, State, Walk, online_softmax, softmax_shift
+from vkfold.engine.fold_glsl import fold_arguments, fold_glsl
+from vkfold.engine.ops.row_fold import RowFold, RowFoldOp
+from vkfold.engine.step_parameters import StepParameters
+from vkfold.engine.tensor import TensorSpec
+from vkfold.engine.vulkan_engine import VulkanEngine
+
+from .op_checks import EPS32, check_op
+
+X, W, BIG, TOTAL, LARGEST, SCALE, COLS = variables("x w big total largest scale cols")
+
+
+class Summary(RowFoldOp):
+    """log-sum-exp of w * x, length of the row, x over its length at even columns, x itself in place of the odd ones."""
+
+    name = "summary"
+    fold = RowFold(
+        FoldSpec(
+            "summary",
+            {"x": "row", "w": "column", "scale": "value", "wanted": "whole"},
+            picks={"first": ("x", whole("wanted"))},
+            walks=[
+                online_softmax(X * W),
+                Walk([State("squares", "sum", X * X), State("most", "max", abs(X))], {"big": variables("squares")[0]}),
+            ],
+            elements={
+                "scaled": where(same(whole("column"), whole("wanted")), SCALE, X * rsqrt(BIG)),
+            },
+            values={
+                "lse": softmax_shift(LARGEST) + log(TOTAL),
+                "most": variables("most")[0] + constant(0.0),
+                "picked": variables("first")[0] * 2.0,
+            },
+        )
+    )
+
+    def outputs(self, x: TensorSpec, *others: TensorSpec) -> Sequence[TensorSpec]:
+        row = TensorSpec(x.shape[:-1])
+        return x, row, row, row
+
+    def flops(self, x: TensorSpec, *others: TensorSpec) -> int:
+        return 8 * x.size
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("cols", [1, 3, 4, 7, 16, 33, 64, 130, 1000])
+def test_own_fold(vulkan: VulkanEngine, oracle: CpuEngine, cols: int) -> None:
+    """Two walks, a pick, a whole number a row, elements and three values a row; wide and narrow loads."""
+    op, rows = Summary(), 7
+    x, w, scale = normal(rows, cols), normal(cols, seed=1), normal(rows, seed=2)
+    wanted = (np.arange(rows) * 3 % cols).astype(np.int32)
+
+    def call(engine: Any, *tensors: Any) -> Any:
+        return engine.execute(op, tensors)
+
+    got = check_op(vulkan, oracle, call, (x, w, scale, wanted), (40 + cols) * EPS32)
+    assert np.array_equal(got[2], np.abs(x).max(axis=1))
+    assert np.array_equal(got[3], 2 * x[np.arange(rows), wanted])
+    assert np.allclose(got[1], np.log(np.exp((x * w).astype(np.float64)).sum(axis=1)), rtol=1e-5, atol=1e-5)
+
+
+def test_the_order_of_a_sum(vulkan: VulkanEngine) -> None:
+    """Four accumulators a lane, added as (0 + 1) + (2 + 3): with values in the columns of lane 0 alone nothing else can
+    have an influence, and the bits are those of the same additions in NumPy.
+    """
+    size = vulkan.recorder.subgroup_size
+    rounds = 37
+    x = np.zeros((1, 4 * size * rounds), np.float32)
+    mine = np.random.default_rng(0).uniform(-1, 1, (rounds, 4)).astype(np.float32) * np.float32(10) ** np.arange(-2, 2)
+    x.reshape(rounds, size, 4)[:, 0] = mine
+    op = Summary()
+    op.fold = RowFold(FoldSpec("total", {"x": "row"}, [Walk([State("total", "sum", X)])], values={"y": TOTAL}))
+    op.outputs = lambda x: (TensorSpec(x.shape[:-1]),)  # type: ignore[method-assign]
+    (got,) = vulkan.execute(op, (vulkan.tensor(x),))
+    sums = np.zeros(4, np.float32)
+    for four in mine.astype(np.float32):
+        sums = sums + four
+    assert got.numpy()[0] == (sums[0] + sums[1]) + (sums[2] + sums[3])
+    assert got.numpy()[0] != np.float32(mine.astype(np.float64).sum()) or rounds < 4  # the order does matter here
+
+
+def test_descriptions_are_the_papers_formulas(oracle: CpuEngine) -> None:
+    """Reference and kernel share a description; here it is compared with another way to write the same, in float64."""
+    x, dy = normal(6, 37).astype(np.float64), normal(6, 37, seed=1).astype(np.float64)
+    w, b = normal(37, seed=2).astype(np.float64), normal(37, seed=3).astype(np.float64)
+    t, d, tw, tb = (oracle.tensor(a) for a in (x, dy, w, b))
+    p = np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
+    jacobian = np.einsum("ri,ij->rij", p, np.eye(37)) - np.einsum("ri,rj->rij", p, p)
+    y = oracle.softmax(t)
+    checks = [(y, p), (oracle.softmax_backward(d, y), np.einsum("rij,rj->ri", jacobian, dy))]
+    eps = np.float64(np.float32(1e-5))
+    rms = np.sqrt((x**2).mean(axis=1, keepdims=True) + eps)
+    out, rstd = oracle.rms_norm(t, tw, eps=1e-5)
+    g = dy * w
+    checks += [(out, x / rms * w), (rstd, 1 / rms[:, 0]), (oracle.rms_norm_apply(t, tw, rstd), x / rms * w)]
+    dx = g / rms - x * (g * x).mean(axis=1, keepdims=True) / rms**3
+    checks.append((oracle.rms_norm_backward(d, t, tw, rstd), dx))
+    std = np.sqrt(x.var(axis=1, keepdims=True) + eps)
+    xhat = (x - x.mean(axis=1, keepdims=True)) / std
+    out, mean, rstd = oracle.layer_norm(t, tw, tb, eps=1e-5)
+    checks += [(out, xhat * w + b), (mean, x.mean(axis=1)), (rstd, 1 / std[:, 0])]
+    checks.append((oracle.layer_norm_apply(t, tw, tb, mean, rstd), xhat * w + b))
+    centered = np.eye(37) - 1 / 37
+    dx = (g @ centered - xhat * (g * xhat).mean(axis=1, keepdims=True)) / std
+    checks.append((oracle.layer_norm_backward(d, t, tw, mean, rstd), dx))
+    ids = np.array([0, 36, 5, -100, 7, 7], np.int32)
+    loss, lse = oracle.cross_entropy(t, oracle.tensor(ids))
+    kept = ids != -100
+    checks += [(lse, np.where(kept, np.log(np.exp(x).sum(axis=1)), 0))]
+    checks.append((loss, np.where(kept, -np.log(p[np.arange(6), ids % 37]), 0)))
+    oracle.set_step_parameters(StepParameters(loss_scale=0.25))
+    gradient = oracle.cross_entropy_backward_(oracle.tensor(x), oracle.tensor(ids), lse)
+    checks.append((gradient, kept[:, None] * (p - (np.arange(37) == ids[:, None])) * 0.25))
+    for i, (got, want) in enumerate(checks):
+        assert np.allclose(got.numpy(), want, rtol=1e-10, atol=1e-12), i
+
+
+def test_argument_order() -> None:
+    """Inputs, then outputs that are none of them, step, sizes, scalars."""
+    spec = FoldSpec(
+        "k",
+        {"x": "row", "w": "column", "scale": "value", "n": "whole", "loss_scale": "step"},
+        elements={"x": X * variables("loss_scale")[0], "y": X * variables("eps")[0]},
+        values={"v": SCALE},
+        scalars="float eps",
+    )
+    assert fold_arguments(spec) == (
+        "inout row x, in row w, in f32 scale, in i32 n, out row y, out f32 v, step, uint rows, uint cols, float eps"
+    )
+    assert spec.num_loops == 1 and "subgroupAdd" not in fold_glsl(spec)
+
+
+def test_unknown_names_are_refused() -> None:
+    """Each expression may use what is known where it stands."""
+
+    def spec(**more: Any) -> FoldSpec:
+        return FoldSpec("k", {"x": "row"}, **more)
+
+    later = State("a", "sum", variables("b")[0])
+    for make, message in [
+        (lambda: spec(elements={"y": W}), "y depends on w; known there are .*, x"),
+        (lambda: spec(values={"v": X}), "v depends on x"),
+        (lambda: spec(walks=[Walk([later, State("b", "max", X)])]), "a depends on b"),
+        (lambda: spec(walks=[Walk([State("a", "mean", X)])]), "is a sum, or a max"),
+        (lambda: spec(elements={"y": X * uniform(1)}), "random numbers"),
+        (lambda: spec(picks={"p": ("w", whole(0))}), "picked from 'w'"),
+        (lambda: spec(skip=equal(X, 0.0)), "skip depends on x"),
+        (lambda: FoldSpec("k", {"x": "rows"}), "input x is 'rows', not one of row, column"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make()
