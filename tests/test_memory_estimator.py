@@ -124,7 +124,9 @@ def test_tensor_parallel_spreads_matrices_and_keeps_norms() -> None:
         ({}, 7.4, 0.0),
         ({"recompute": "mlp"}, 5.9, 0.12),
         ({"recompute": "mlp,qkv"}, 4.8, 0.20),
+        ({"activation_offload": True}, 4.8, 0.0),
         ({"checkpoint_every": 1}, 4.5, 0.34),
+        ({"checkpoint_every": 1, "optimizer": "adafactor", "fused_update": True, "max_norm": 0.0}, 2.4, 0.34),
     ],
 )
 def test_figures_of_the_reference_configuration(options: dict[str, Any], peak_gb: float, more_flops: float) -> None:
