@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .dtypes import itemsize
+from .kernel import Argument, Kernel
 from .tensor import Tensor
 
 if TYPE_CHECKING:
-    from .kernel import Argument, Kernel
     from .op import Op
 
 _ELEMENT = {"f32": "float32", "f32x4": "float32", "i32": "int32"}  # pointers to words, u32..., take any type
@@ -81,6 +81,8 @@ def check_dispatch(engine: Any, kernel: Kernel, num_groups: Any, args: Sequence[
     Raises TypeError for a value of the wrong kind or element type, ValueError for a number out of range, a tensor of
     another engine, or one that is smaller than the kernel declares; each names kernel, argument, value and remedy.
     """
+    if not isinstance(kernel, Kernel):
+        raise TypeError(f"dispatch: the kernel is {described(kernel)}: make one with Kernel(name, source, args, ...)")
     declared = [argument for argument in kernel.args if argument.type != "step"]
     if len(args) != len(declared):
         names = ", ".join(argument.name for argument in declared)

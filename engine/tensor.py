@@ -204,6 +204,21 @@ class Tensor:
         offset = self.offset + first * itemsize(self.dtype)
         return Tensor(self.engine, TensorSpec(shape, self.dtype), self.storage, offset)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Overwrite a part (as `self[key]`) with a number, with a tensor of its shape, or with an array of its shape.
+
+        Raises ValueError when the shapes differ and for values that do not fit the type.
+        """
+        part = self[key]
+        if isinstance(value, numbers.Real):
+            self.engine.fill_(part, value)  # type: ignore[arg-type]
+        elif not isinstance(value, Tensor):
+            self.engine.upload(part, value)
+        elif value.shape != part.shape:
+            raise ValueError(f"cannot put a tensor of shape {value.shape} into a part of shape {part.shape}")
+        else:
+            self.engine.copy_into(part, value)
+
     def __iter__(self) -> Iterator[Tensor]:
         """The rows, as views."""
         return (self[i] for i in range(len(self)))

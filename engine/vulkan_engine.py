@@ -197,8 +197,7 @@ class VulkanEngine(PooledEngine):
         if data.nbytes:
             self._before_use((tensor,), (tensor,))
             buffer, offset = buffer_of(tensor)
-            raw = data.tobytes()
-            self.recorder.write(buffer, offset, raw + b"\0" * (-len(raw) % 4))
+            self.recorder.write(buffer, offset, data.tobytes())
 
     def download(self, tensor: Tensor) -> np.ndarray:
         """The tensor's values. Submits what is recorded and waits for it."""

@@ -64,15 +64,16 @@ def test_fill_values(vulkan: VulkanEngine, cpu: CpuEngine, oracle: CpuEngine) ->
             (-np.inf, "float32", -np.inf),
             (np.nan, "float32", np.nan),
             (0.1, "float16", np.float16(0.1)),
-            (1e6, "float16", np.inf),
+            (65519.0, "float16", 65504.0),
             (-7, "int32", -7),
             (2**32 - 1, "uint32", 2**32 - 1),
             (1 + 2**-8, "bfloat16", 0x3F80),
         ):
             x = engine.fill_(engine.empty((3,), dtype), value)
             assert np.array_equal(x.numpy(), np.full(3, expected), equal_nan=True), (engine.name, value, dtype)
-    for value, dtype in ((1.5, "int32"), (2**31, "int32"), (-1, "uint32")):
-        with pytest.raises(ValueError, match=r"fill_: .* is no"):
+    too_large = ((1e6, "float16"), (1e39, "float32"), (3.4e38 * 1.01, "bfloat16"))
+    for value, dtype in ((1.5, "int32"), (2**31, "int32"), (-1, "uint32"), *too_large):
+        with pytest.raises(ValueError, match=r"fill_: .* (is no|does not fit)"):
             vulkan.fill_(vulkan.empty((3,), dtype), value)
 
 

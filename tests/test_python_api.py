@@ -258,6 +258,31 @@ def test_rows_of_16_bit_tensors(vulkan: VulkanEngine) -> None:
     assert vulkan.cast(x[3], "float32").numpy().tolist() == halves[3].tolist()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
+def test_parts_are_overwritten(engine: ComputeEngine, dtype: str) -> None:
+    """With numbers, arrays and tensors: that part and nothing beside it, in the middle of a word too."""
+    expected = np.arange(15).reshape(5, 3).astype(dtype)
+    x = engine.tensor(expected)
+    for key, value in ((1, [7, 8, 9]), ((2, 1), 5), (slice(3, 5), np.full((2, 3), 4)), ((0, slice(0, 1)), [11])):
+        expected[key] = value
+        x[key] = value if np.isscalar(value) else np.array(value, dtype)
+        assert np.array_equal(x.numpy(), expected), key
+    x[0] = x[4]
+    expected[0] = expected[4]
+    assert np.array_equal(x.numpy(), expected)
+    x[...] = 0
+    assert not x.numpy().any()
+    for value in (np.ones(2), x[1:3]):
+        with pytest.raises(ValueError, match="shape"):
+            x[0] = value
+    with pytest.raises(ValueError, match="one piece"):
+        x[:, 0] = 1
+    with pytest.raises(ValueError, match="real numbers"):
+        x[0] = None
+    with pytest.raises(ValueError, match="fill_"):
+        x[0] = 1e39
+
+
 def test_iteration_and_length(engine: ComputeEngine) -> None:
     """Along the first dimension."""
     x = engine.tensor(A)

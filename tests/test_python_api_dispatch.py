@@ -93,6 +93,8 @@ def test_counts_of_arguments_and_other_engines(vulkan: VulkanEngine) -> None:
     """The message lists the arguments."""
     with pytest.raises(TypeError, match=r"'axpy' takes 5 arguments \(x, y, n, shift, alpha\), 1 were given"):
         vulkan.dispatch(AXPY, 1, vulkan.zeros((1,)))
+    with pytest.raises(TypeError, match="the kernel is 'axpy'"):
+        vulkan.dispatch("axpy", 1)  # type: ignore[arg-type]
     with VulkanEngine() as other:
         pair = [other.zeros((4,)), vulkan.zeros((4,))]
         with pytest.raises(ValueError, match=r"'axpy': argument 'x' lives on another engine"):

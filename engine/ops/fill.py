@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -68,23 +69,25 @@ FILL = register(FillOp())
 
 
 def element_bits(value: float, dtype: str) -> int:
-    """The bits of a value as one element, rounded to nearest even. Raises ValueError for integers that do not fit."""
+    """The bits of a value as one element, rounded to nearest even. Raises ValueError for a value that does not fit."""
     if dtype in ("int32", "uint32"):
         info = np.iinfo(dtype)
         if int(value) != value or not info.min <= value <= info.max:
             raise ValueError(f"fill_: {value} is no {dtype}")
         return int(value) & 0xFFFFFFFF
     with np.errstate(over="ignore"):
-        if dtype == "float16":
-            return int(np.float16(value).view(np.uint16))
-        single = np.float32(value)
-    return int(bfloat16_bits(single)) if dtype == "bfloat16" else int(single.view(np.uint32))
+        rounded = np.float16(value) if dtype == "float16" else np.float32(value)
+    if np.isinf(rounded) and not math.isinf(value):
+        raise ValueError(f"fill_: {value} does not fit {dtype}")
+    if dtype == "bfloat16":
+        return int(bfloat16_bits(rounded))
+    return int(rounded.view(np.uint16 if dtype == "float16" else np.uint32))
 
 
 def fill_(engine: ComputeEngine, x: Tensor, value: float) -> Tensor:
     """Sets every element of x, of any shape and type, to value, in place; returns x.
 
-    Raises ValueError when x holds integers and value is none, or is out of range.
+    Raises ValueError when x holds integers and value is none, and for a value out of range of the type.
     """
     require_tensors("fill_", x=x)
     engine.execute(FILL, (x,), bits=element_bits(value, x.dtype))
