@@ -2,73 +2,44 @@
 
     python benchmarks/step_share.py [--model small|tiny-lm|mlp] [--layers 12] [--seq 512] [--vocab 50257] [--steps 3]
 
-Each op is submitted and waited for by itself, the time of an empty submit is taken off, and medians over the steps are
-shown. small is GPT-2 small (768, 3072, 12 heads); models of one and of two blocks are measured, and their difference is
-added for each block that is missing to --layers (--measure-all runs all of them).
+Device timestamps around each launch, medians over the steps; what fusion put into a matmul counts as matmul. small is
+GPT-2 small (768, 3072, 12 heads); models of one and of two blocks are measured, and their difference is added for each
+block that is missing to --layers (--measure-all runs all of them).
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 from training_steps import mlp, tiny_lm
 
 import vkfold as vf
-from vkfold.engine.compute_engine import ComputeEngine, Rule
-from vkfold.engine.op import Op
-from vkfold.engine.tensor import Tensor
+from vkfold.engine.compute_engine import ComputeEngine
+from vkfold.engine.profiler import OpProfiler
 from vkfold.nn import AdamW, GPTConfig, GPTModel, TrainingStep
 
 Times = dict[str, float]  # op -> milliseconds a step
 INSIDE = ("matmul", "attention")  # an op whose name starts so counts as matmul or attention
 
 
-class TimedEngine(vf.VulkanEngine):
-    """Submits each op alone and adds up its time under its name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.calls: dict[str, int] = defaultdict(int)
-        self.timing = False
-        self.empty_seconds = statistics.median(self._empty() for _ in range(50))
-
-    def _wait(self) -> float:
-        start = time.perf_counter()
-        self.recorder.submit()
-        self.recorder.wait()
-        return time.perf_counter() - start
-
-    def _empty(self) -> float:
-        self.recorder._open()
-        return self._wait()
-
-    def _launch(self, op: Op, rule: Rule, inputs: Sequence[Tensor | None], made: list[Tensor], settings: Any) -> None:
-        if self.timing:
-            self._wait()
-        super()._launch(op, rule, inputs, made, settings)
-        if self.timing:
-            self.seconds[op.name] += max(0.0, self._wait() - self.empty_seconds)
-            self.calls[op.name] += 1
-
-    def measure(self, step: Callable[[int], object], steps: int) -> tuple[Times, dict[str, int]]:
-        """(median milliseconds of each op, calls of each) over `steps` steps, after one that compiles."""
-        step(0)
-        found: list[Times] = []
-        for n in range(1, steps + 1):
-            self.seconds.clear()
-            self.calls.clear()
-            self.timing = True
-            step(n)
-            self.timing = False
-            found.append({name: 1e3 * value for name, value in self.seconds.items()})
-        return {name: statistics.median(times[name] for times in found) for name in found[0]}, dict(self.calls)
+def measure(engine: vf.VulkanEngine, step: Callable[[int], object], steps: int) -> tuple[Times, dict[str, int]]:
+    """(median milliseconds of each op, launches of each) over `steps` steps, after one that compiles."""
+    step(0)
+    profiler = OpProfiler(engine)
+    profiler.attach()
+    found: list[Times] = []
+    launches: Counter[str] = Counter()
+    for n in range(1, steps + 1):
+        step(n)
+        samples = profiler.take()
+        launches = Counter(sample.op for sample in samples)
+        found.append({op: 1e3 * sum(s.seconds for s in samples if s.op == op) for op in launches})
+    profiler.detach()
+    return {op: statistics.median(times[op] for times in found) for op in launches}, dict(launches)
 
 
 def small(engine: ComputeEngine, num_layers: int, seq: int, vocab: int) -> Callable[[int], object]:
@@ -104,19 +75,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--measure-all", action="store_true", help="run all blocks instead of counting two")
     args = parser.parse_args()
-    with TimedEngine() as engine:
+    with vf.VulkanEngine() as engine:
         if args.model != "small":
-            times, calls = engine.measure({"tiny-lm": tiny_lm, "mlp": mlp}[args.model](engine), args.steps)
+            times, calls = measure(engine, {"tiny-lm": tiny_lm, "mlp": mlp}[args.model](engine), args.steps)
         elif args.measure_all or args.layers < 3:
-            times, calls = engine.measure(small(engine, args.layers, args.seq, args.vocab), args.steps)
+            times, calls = measure(engine, small(engine, args.layers, args.seq, args.vocab), args.steps)
         else:
-            one, calls1 = engine.measure(small(engine, 1, args.seq, args.vocab), args.steps)
+            one, calls1 = measure(engine, small(engine, 1, args.seq, args.vocab), args.steps)
             engine.release_idle_pool_blocks()
-            two, calls2 = engine.measure(small(engine, 2, args.seq, args.vocab), args.steps)
+            two, calls2 = measure(engine, small(engine, 2, args.seq, args.vocab), args.steps)
             times = extrapolated(one, two, args.layers)
             calls = {name: calls1[name] + (args.layers - 1) * (calls2[name] - calls1[name]) for name in one}
         total = sum(times.values())
-        print(f"{args.model} on {engine.name}; an empty submit takes {1e6 * engine.empty_seconds:.0f} us, taken off")
+        print(f"{args.model} on {engine.name}")
         print(f"{'op':32s} {'calls':>6s} {'ms':>10s} {'share':>7s}")
         for name, value in sorted(times.items(), key=lambda item: -item[1]):
             print(f"{name:32s} {calls[name]:6d} {value:10.2f} {value / total:7.1%}")

@@ -89,7 +89,8 @@ class Call:
     def writes(self) -> list[Range]:
         """Bytes it may write."""
         if self._writes is None:
-            changed = [t for i in self.op.writes if (t := self.inputs[i]) is not None]
+            written = self.op.written(len(self.inputs), **self.settings)
+            changed = [t for i in written if (t := self.inputs[i]) is not None]
             self._writes = [(t.address, t.address + t.nbytes) for t in (*changed, *self.made)]
         return self._writes
 

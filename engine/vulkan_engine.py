@@ -127,7 +127,8 @@ class VulkanEngine(PooledEngine):
 
     def _launch(self, op: Op, rule: Rule, inputs: Sequence[Tensor | None], made: list[Tensor], settings: Any) -> None:
         if self.recorder.transfers is not None:
-            self.recorder.transfers.before_use(inputs, [inputs[i] for i in op.writes])
+            written = op.written(len(inputs), **settings)
+            self.recorder.transfers.before_use(inputs, [inputs[i] for i in written])
         if self.fusion is None and self.profiler is None:
             self._launch_now(op, rule.cost, inputs, made, settings)
             return

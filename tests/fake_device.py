@@ -276,11 +276,12 @@ class HostOp:
     """An op whose launch records its reference."""
 
     def __init__(self, op: Op, engine: FakeEngine) -> None:
-        self.op, self.engine, self.writes = op, engine, op.writes
+        self.op, self.engine, self.written = op, engine, op.written
 
     def launch(self, gpu: Any, inputs: Sequence[Tensor | None], made: Sequence[Tensor], **settings: Any) -> None:
         op, places = self.op, [None if t is None else (*buffer_of(t), t.spec) for t in inputs]
         targets = [(*buffer_of(t), t.spec) for t in made]
+        written = op.written(len(inputs), **settings)
         if op.takes_step:
             settings["step"] = self.engine.step_parameters
 
@@ -299,7 +300,7 @@ class HostOp:
             with np.errstate(all="ignore"):
                 results = op.reference(*arrays, **settings)
             out = [(targets[i], array) for i, array in enumerate(results)]
-            out += [(places[i], arrays[i]) for i in op.writes if places[i] is not None]
+            out += [(places[i], arrays[i]) for i in written if places[i] is not None]
             for (buffer, offset, spec), array in out:
                 held = np.ascontiguousarray(array, numpy_dtype(spec.dtype))
                 assert held.shape == spec.shape
