@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from ..memory_pool import BlockPool, PoolStats
 from .recorder import Recorder, place_of
 from .step_stream import WRITE, Input, StepStream
@@ -77,11 +79,11 @@ class _Encoding:
             end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self.staging: Buffer = recorder.device.create_buffer(max(end, _ALIGNMENT), host_visible=True)
         mapping = self.staging.mapping
-        self.inputs: dict[Input, memoryview] = {}
+        self.inputs: dict[Input, Any] = {}  # of parameters a memoryview, of tokens and targets an int32 array
         for (_, _, _, nbytes, what), place in zip(writes, places, strict=False):
             view = mapping[place : place + nbytes]
             if isinstance(what, Input):
-                self.inputs[what] = view
+                self.inputs[what] = view if what.kind == "parameters" else np.frombuffer(view, np.int32)
             else:
                 view[:] = what
         self.results = [
@@ -124,8 +126,11 @@ class Capture:
         return sum(encoding.staging.nbytes for encoding in self._encodings)
 
     @property
-    def inputs(self) -> dict[Input, memoryview]:
-        """Where the next submit takes its inputs from. Waits where a submit under way still reads them."""
+    def inputs(self) -> dict[Input, Any]:
+        """Parameters (a memoryview), tokens and targets (flat int32 arrays) that the next submit takes.
+
+        Waits where a submit under way still reads them.
+        """
         if self._recorder.is_in_flight(self._fence):  # only after an interrupt, or an error while waiting
             self._recorder.wait()
         return self._encodings[self._next].inputs

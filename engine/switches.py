@@ -127,6 +127,12 @@ def get(name: str, environment: Mapping[str, str] | None = None) -> Any:
         raise BadInputError(f"{name}={text}: {error} ({switch.help})") from None
 
 
+def is_on(name: str) -> bool:
+    """The value of a "0 or 1" switch, for use in every step: cheaper than `get`, and silent about other variables."""
+    switch, text = SWITCHES[name], os.environ.get(name, "").strip()
+    return bool(switch.parse(text)) if text else bool(switch.default)
+
+
 def snapshot() -> tuple[str | None, ...]:
     """The text of every switch as it is set now, unparsed: equal as long as no switch changes. Cheap."""
     environment = os.environ

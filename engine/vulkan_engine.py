@@ -270,7 +270,7 @@ class VulkanEngine(PooledEngine):
     # -- replay ------------------------------------------------------------------------------------------------------
     def replay_obstacle(self) -> str:
         """Why no step can be captured or replayed right now, "" if it can."""
-        if not switches.get("VKFOLD_REPLAY"):
+        if not switches.is_on("VKFOLD_REPLAY"):
             return "VKFOLD_REPLAY is 0"
         if self._checks is not None:
             return "VKFOLD_DEBUG looks at memory around every op"

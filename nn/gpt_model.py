@@ -233,8 +233,12 @@ class GPTModel(Layer):
     def _check_values(self, tokens: np.ndarray, ignore: bool) -> None:
         if tokens.dtype.kind not in "iu":
             raise BadInputError(f"tokens must be integers, got {tokens.dtype}")
-        looked_at = tokens[tokens != IGNORE_INDEX] if ignore else tokens
         highest = self.config.vocab_size - 1
+        if tokens.itemsize >= 4:  # as unsigned numbers negative ones are the largest: mostly all that must be looked at
+            wrong = np.count_nonzero(tokens.view(tokens.dtype.str.replace("i", "u")) > highest)
+            if not wrong or (ignore and wrong == np.count_nonzero(tokens == IGNORE_INDEX)):
+                return
+        looked_at = tokens[tokens != IGNORE_INDEX] if ignore else tokens
         if looked_at.size and (looked_at.min() < 0 or looked_at.max() > highest):
             raise BadInputError(f"tokens {looked_at.min()}..{looked_at.max()} lie outside the vocabulary 0..{highest}")
 

@@ -197,8 +197,8 @@ class StepReplay:
         inputs = capture.inputs
         for i, ((tokens, targets), values) in enumerate(zip(batches, parameters, strict=True)):
             inputs[Input("parameters", i)][:] = values.pack()
-            np.frombuffer(inputs[Input("tokens", i)], np.int32)[:] = tokens.reshape(-1)
-            np.frombuffer(inputs[Input("targets", i)], np.int32)[:] = targets.reshape(-1)
+            inputs[Input("tokens", i)][:] = tokens.reshape(-1)
+            inputs[Input("targets", i)][:] = targets.reshape(-1)
         results = capture.submit()
         self.replayer.stats.replayed += 1
         self._last = None
