@@ -16,6 +16,7 @@ from .host_values import array_of, checked_spec, stored
 from .input_checks import check_inputs, input_name, not_a_tensor
 from .one_thread import OneThread
 from .op import Cost, Op
+from .replay_stats import ReplayStats
 from .step_parameters import StepParameters
 from .tensor import Tensor, TensorSpec
 from .verbs import OpVerbs
@@ -225,6 +226,10 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
     @abstractmethod
     def reset_peak(self) -> None:
         """Start the peak statistics anew from what is live."""
+
+    def replay_stats(self) -> ReplayStats:
+        """How many training steps were recorded, captured and replayed (docs/replay.md). Only Vulkan replays."""
+        return ReplayStats()
 
     def start_step(self) -> None:
         """A training step begins: the blocks it takes are told from those of other work. TrainingStep calls it."""

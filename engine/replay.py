@@ -8,45 +8,20 @@ stale address is never submitted. Who captures (nn/step_replay.py) decides when 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..memory_pool import BlockPool, PoolStats
 from .recorder import Recorder, place_of
+from .replay_stats import ReplayStats
 from .step_stream import WRITE, Input, StepStream
 from .tensor import Tensor
 from .vulkan_api import Buffer, CommandBuffer, PreparedSubmit
 
 _ALIGNMENT = 64  # of each piece of host data
-
-
-@dataclass
-class ReplayStats:
-    """What became of the training steps of an engine.
-
-    recorded: op by op. captured: of those, kept to be submitted again. replayed: without any op. dropped: reason ->
-    captures given up. not_captured: reason -> recorded steps that could not be looked at for capture.
-    """
-
-    recorded: int = 0
-    captured: int = 0
-    replayed: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    not_captured: Counter[str] = field(default_factory=Counter)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields, for a log."""
-        return {
-            "recorded": self.recorded,
-            "captured": self.captured,
-            "replayed": self.replayed,
-            "dropped": dict(self.dropped),
-            "not_captured": dict(self.not_captured),
-        }
 
 
 class PoolUse:

@@ -22,7 +22,8 @@ from .kernel import Kernel
 from .op import Cost, Op
 from .pooled_engine import STEP, PooledEngine
 from .recorder import Recorder, buffer_of
-from .replay import ReplayStats, StepReplayer
+from .replay import StepReplayer
+from .replay_stats import ReplayStats
 from .step_parameters import StepParameters
 from .tensor import Storage, Tensor
 from .transfer_queue import TransferQueue
@@ -283,7 +284,7 @@ class VulkanEngine(PooledEngine):
         return self.replayer.obstacle
 
     def replay_stats(self) -> ReplayStats:
-        """How many training steps were recorded, captured and replayed, and why others were not."""
+        """How many training steps were recorded, captured and replayed, and why others were not. Grows with them."""
         return self.replayer.stats
 
     def _recover_memory(self) -> None:

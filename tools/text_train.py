@@ -159,6 +159,9 @@ def _num_steps(config: RunConfig, data: TrainingData, state: RunState | None) ->
 def _report(outcome: Outcome, run: TrainingRun) -> None:
     if outcome.stopped_by is not None:
         print(f"stopped by {outcome.stopped_by} after step {outcome.step} of {run.num_steps}")
+    stats = run.engine.replay_stats()
+    if stats.replayed:
+        print(f"{stats.replayed:,} of {stats.recorded + stats.replayed:,} steps were replayed, the others recorded")
     if outcome.held_out_loss is not None:
         print(f"held-out loss {outcome.held_out_loss:.3f} nats/byte")
     if run.config.sample and outcome.stopped_by is None:
