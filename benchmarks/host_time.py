@@ -72,7 +72,7 @@ class Stopwatch:
             self.cpu_seconds += time.thread_time() - cpu_start
             return done
 
-        Fence.wait = timed  # type: ignore[method-assign]
+        Fence.wait = timed  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -82,8 +82,8 @@ class Stopwatch:
 def steps(num_layers: int, rounds: int) -> dict[str, float]:
     """Microseconds of host time a recorded and a replayed step: accumulation 3, clipping, dropout, AdamW.
 
-    The CPU time of the calling thread stands beside the wall-clock time: on a driver that computes on the same cores the
-    device takes them from the host in the middle of its work.
+    The CPU time of the calling thread stands beside the wall-clock time: a driver that computes on the same cores takes
+    them from the host in the middle of its work.
     """
     config = vf.nn.GPTConfig(64, 32, 32, num_heads=2, num_layers=num_layers, d_ff=48, dropout=0.1)
     tokens = np.random.default_rng(0).integers(0, 64, (3, 2, 2, 32))

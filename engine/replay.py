@@ -91,7 +91,7 @@ class Capture:
         self._uses = uses
         self._stream = stream
         self._encodings = [_Encoding(self._recorder, stream)]
-        self._next = 0
+        self._next = 0  # of the encodings: what the next submit uses
         self._fence = self._recorder.device.create_fence()
         self._blocks = [block for use in uses for block in use.pool.pin_step(self)]
 
@@ -109,6 +109,20 @@ class Capture:
         if self._recorder.is_in_flight(self._fence):  # only after an interrupt, or an error while waiting
             self._recorder.wait()
         return self._encodings[self._next].inputs
+
+    @property
+    def inputs_ahead(self) -> dict[Input, Any]:
+        """The same of another set, which no submit uses before `turn`: it may be written while one is under way.
+
+        Raises OutOfDeviceMemoryError when there is no room for it.
+        """
+        if len(self._encodings) == 1:
+            self._encodings.append(_Encoding(self._recorder, self._stream))
+        return self._encodings[1 - self._next].inputs
+
+    def turn(self) -> None:
+        """From now on submits take the set that was `inputs_ahead`."""
+        self._next = 1 - self._next
 
     def submit(self) -> list[memoryview]:
         """Hand the step to the device; does not wait. The inputs are written before. Returns where results will be."""

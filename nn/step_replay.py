@@ -25,6 +25,7 @@ from .mode_watch import ModeWatch, Watched, does_what_it_says, lists_of, parts_o
 MAX_CAPTURES = 4  # of one TrainingStep: sequence lengths that alternate, or training with evaluation in between
 _NOT_SETTINGS = ("num_updates", "learning_rate")  # of an optimizer: they reach the device as step parameters
 
+MicroBatch = tuple[np.ndarray, np.ndarray]
 Sample = tuple[str, int, dict[str, Any]]  # phase, micro-batch, pool statistics
 
 
@@ -62,7 +63,7 @@ class StepReplay:
         self._last: Captured | None = None  # the last step, if it was recorded
         self._now: Captured | None = None  # the step being recorded
         self._lists: list[tuple[list[Any], tuple[Any, ...]]] = []
-        self._sound = False  # whether the model's parts do what their attributes say
+        self._ahead: tuple[Capture, Sequence[MicroBatch]] | None = None  # whose data already lies in the other set
 
     # -- is it the same ----------------------------------------------------------------------------------------------
     def find(self, settings: tuple[Any, ...]) -> Captured | None:
@@ -92,9 +93,7 @@ class StepReplay:
         """A watch over all parts there are now; None when some part cannot be relied on."""
         model, optimizer = self.model, self.optimizer
         self._lists = []
-        self._sound = isinstance(model, Watched) and does_what_it_says(optimizer)
-        self._sound = self._sound and all(does_what_it_says(part) for part in parts_of(model))
-        if not self._sound:
+        if not isinstance(model, Watched) or not all(map(does_what_it_says, (optimizer, *parts_of(model)))):
             return None
         self._lists = lists_of(model)
         return ModeWatch(model)
@@ -183,22 +182,43 @@ class StepReplay:
             self._now = self._last = None
             self.replayer.abandon()
 
+    # -- data of the next step ---------------------------------------------------------------------------------------
+    def prepare(self, settings: tuple[Any, ...], batches: Sequence[MicroBatch]) -> None:
+        """Put the data of the next step where the device will take it from, if that step is likely a replay.
+
+        May be called while a step runs: each capture has two sets of host memory, used in turn.
+        """
+        self._ahead = None
+        if self._captured and self._captured[0].key[0] == settings:
+            capture = self._captured[0].capture
+            assert capture is not None
+            if not capture.dropped:
+                try:
+                    _write(capture.inputs_ahead, batches)
+                except OutOfDeviceMemoryError:
+                    return
+                self._ahead = capture, batches
+
     # -- replaying ---------------------------------------------------------------------------------------------------
     def run(
         self,
         captured: Captured,
-        batches: Sequence[tuple[np.ndarray, np.ndarray]],
+        batches: Sequence[MicroBatch],
         parameters: Sequence[StepParameters],
         on_pools: Callable[[str, int, dict[str, Any]], None] | None,
+        while_running: Callable[[], object] | None,
     ) -> list[np.ndarray]:
         """Submit a captured step with new inputs, wait for it; its results, float32."""
         capture, engine = captured.capture, self.engine
         assert capture is not None
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] is capture and ahead[1] is batches:
+            capture.turn()
+        else:
+            _write(capture.inputs, batches)
         inputs = capture.inputs
-        for i, ((tokens, targets), values) in enumerate(zip(batches, parameters, strict=True)):
+        for i, values in enumerate(parameters):
             inputs[Input("parameters", i)][:] = values.pack()
-            inputs[Input("tokens", i)][:] = tokens.reshape(-1)
-            inputs[Input("targets", i)][:] = targets.reshape(-1)
         results = capture.submit()
         self.replayer.stats.replayed += 1
         self._last = None
@@ -208,6 +228,14 @@ class StepReplay:
         if on_pools is not None:
             for phase, micro_batch, stats in captured.samples:
                 on_pools(phase, micro_batch, capture.in_replay(stats))
+        if while_running is not None:
+            while_running()
         engine.end_batch()
         engine.end_step()
         return [np.frombuffer(bytes(view), np.float32) for view in results]
+
+
+def _write(inputs: dict[Input, Any], batches: Sequence[MicroBatch]) -> None:
+    for i, (tokens, targets) in enumerate(batches):
+        inputs[Input("tokens", i)][:] = tokens.reshape(-1)
+        inputs[Input("targets", i)][:] = targets.reshape(-1)

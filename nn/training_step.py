@@ -115,18 +115,52 @@ class TrainingStep:
         self.on_pools = on_pools
         self.keep_gradients = keep_gradients
         self.fused_update = fused_update
+        self._prepared: tuple[Sequence[MicroBatch], int] | None = None
+        self._while_running: Callable[[], object] | None = None  # of the call under way
         self._replay: StepReplay | None = None
         if getattr(model.engine, "replayer", None) is not None and hasattr(model, "check_batch"):
             self._replay = StepReplay(model, optimizer)
 
-    def __call__(self, micro_batches: Sequence[MicroBatch], *, step: int, learning_rate: float) -> StepResult:
+    def prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Check the data of the next step and put it where the device will take it from; then call with the same list.
+
+        Meant for `while_running`. Never needed, and of no effect where the next call is given another list. The arrays
+        must not change in between. Raises as the call would.
+        """
+        self._prepared = None
+        num_valid = self._num_valid(micro_batches)
+        if self._replay is not None:
+            self._replay.prepare(self._settings(micro_batches), micro_batches)
+        self._prepared = micro_batches, num_valid
+
+    def _num_valid(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Number of valid tokens. Raises BadInputError for what the model would not take."""
+        if not micro_batches:
+            raise BadInputError("a training step needs at least one micro-batch")
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] is micro_batches:
+            return prepared[1]
+        if self._replay is not None:
+            for tokens, targets in micro_batches:
+                self.model.check_batch(tokens, targets)  # type: ignore[attr-defined]
+        return sum(int(np.count_nonzero(np.asarray(targets) != IGNORE_INDEX)) for _, targets in micro_batches)
+
+    def __call__(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        step: int,
+        learning_rate: float,
+        while_running: Callable[[], object] | None = None,
+    ) -> StepResult:
         """micro_batches: (tokens, targets) integer arrays [batch, seq], target -100 where there is no label.
+
+        while_running: called once the step was handed to the device, before the host waits for it: the place to load
+        the next step's data (see `prepare`). It must leave the engine alone.
 
         When no label is valid at all, warns, runs nothing, and leaves weights, moments and their count unchanged.
         Raises BadInputError for an empty list, several micro-batches with a fused update, or a rate that is not finite.
         """
-        if not micro_batches:
-            raise BadInputError("a training step needs at least one micro-batch")
         if self.fused_update and len(micro_batches) > 1:
             raise BadInputError(
                 f"a fused update cannot accumulate {len(micro_batches)} micro-batches: gradients are complete only in "
@@ -136,14 +170,12 @@ class TrainingStep:
             raise BadInputError(f"learning_rate is {learning_rate}: it must be finite")
         self.model.engine.check_open()
         replay = self._replay
-        if replay is not None:
-            for tokens, targets in micro_batches:
-                self.model.check_batch(tokens, targets)  # type: ignore[attr-defined]
-        num_valid = sum(int(np.count_nonzero(np.asarray(targets) != IGNORE_INDEX)) for _, targets in micro_batches)
+        num_valid = self._num_valid(micro_batches)
         if num_valid == 0:
             self.model.clear_gradients()
             warnings.warn(f"step {step}: every label is ignored; the weights stay as they are", stacklevel=2)
             return StepResult(0.0, 0.0, 0, False)
+        self._while_running = while_running
         values = self.optimizer.step_values()
         parameters = [
             StepParameters(self.seed, step, i, learning_rate, 1.0 / num_valid, **values)
@@ -192,6 +224,7 @@ class TrainingStep:
         self._phase("optimizer", len(micro_batches) - 1)
         if self._replay is not None:
             self._replay.finish((report.state, report.sums), report.names)
+        self._run_meanwhile()
         state = report.state.numpy()
         engine.end_batch()
         engine.end_step()
@@ -207,6 +240,7 @@ class TrainingStep:
         self._phase("optimizer", 0)
         if self._replay is not None:
             self._replay.finish((record,), fused.names)
+        self._run_meanwhile()
         report = fused.report(record)
         self.model.engine.end_batch()
         self.model.engine.end_step()
@@ -231,6 +265,17 @@ class TrainingStep:
                 stats = self._replay.sample(phase, micro_batch, stats)
             self.on_pools(phase, micro_batch, stats)
 
+    def _meanwhile(self) -> Callable[[], object] | None:
+        """`while_running` of the call under way, once."""
+        meanwhile, self._while_running = self._while_running, None
+        return meanwhile
+
+    def _run_meanwhile(self) -> None:
+        meanwhile = self._meanwhile()
+        if meanwhile is not None:
+            self.model.engine.flush_batch()
+            meanwhile()
+
     # -- replayed ----------------------------------------------------------------------------------------------------
     def _settings(self, micro_batches: Sequence[MicroBatch]) -> tuple[Any, ...]:
         """What decides which ops a step records, beside model, optimizer and engine."""
@@ -251,7 +296,7 @@ class TrainingStep:
         num_valid: int,
     ) -> StepResult:
         self.optimizer.num_updates += 1
-        results = replay.run(captured, micro_batches, parameters, self.on_pools)
+        results = replay.run(captured, micro_batches, parameters, self.on_pools, self._meanwhile())
         if self.fused_update:
             result = self._fused_result(FusedReport.of(captured.names, results[0]), num_valid)
         else:

@@ -168,6 +168,31 @@ def test_work_in_between(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) 
     equal_to_recorded(vulkan, monkeypatch, work, 7)
 
 
+def test_data_of_the_next_step(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data loaded and put in place while a step runs: the bits are the same, prepared or not, used or not."""
+
+    def work(run: Run) -> None:
+        lists = [[data(n), data(n + 50)] for n in range(14)]
+        called = []
+
+        def load() -> None:
+            called.append(len(run.results))
+            following = lists[len(run.results) + 1]
+            if len(run.results) % 4 != 2:
+                run.training_step.prepare(following if len(run.results) % 5 != 3 else [data(0), data(1)])
+
+        for n in range(13):
+            run.results.append(run.training_step(lists[n], step=n, learning_rate=1e-2, while_running=load))
+        assert called == list(range(13))
+        assert run.training_step.prepare(lists[13]) is None
+        run.training_step([data(3)], step=13, learning_rate=1e-2)
+        with pytest.raises(BadInputError, match="lie outside the vocabulary"):
+            run.training_step.prepare([(data(0)[0] + 13, data(0)[1])])
+        run.step(data(3), data(4))
+
+    equal_to_recorded(vulkan, monkeypatch, work, 10)
+
+
 def test_shapes(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths that change and come back, and another number of micro-batches."""
 

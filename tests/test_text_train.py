@@ -184,7 +184,7 @@ def test_a_gradient_that_is_not_finite_names_its_tensor(
 ) -> None:
     call = TrainingStep.__call__
 
-    def poisoned(self: TrainingStep, micro_batches: Any, *, step: int, learning_rate: float) -> Any:
+    def poisoned(self: TrainingStep, micro_batches: Any, *, step: int, learning_rate: float, **others: Any) -> Any:
         parameter = self.model.named_parameters()["blocks.1.norm1.weight"]
         gradient = parameter.gradient
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -18,7 +19,7 @@ from ..engine.errors import VkfoldError
 from ..nn.gpt_model import GPTModel
 from ..nn.optimizers import Optimizer
 from ..nn.schedules import Schedule
-from ..nn.training_step import evaluate_loss
+from ..nn.training_step import MicroBatch, evaluate_loss
 from .memory_timeline import MemoryTimeline
 from .model_setup import make_training_step
 from .progress import JsonLog, LogError, Progress
@@ -76,6 +77,7 @@ class TrainingRun:
         self.root = root
         self.timeline = timeline
         self._pool_stats: dict[str, Any] = {}
+        self._ahead: tuple[ShuffledWindows, list[MicroBatch]] | None = None  # the next step's, loaded during this one
         self._training_step = make_training_step(model, optimizer, config, on_pools=self._sample_pools)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -117,14 +119,12 @@ class TrainingRun:
         config, started = self.config, time.perf_counter()
         self.engine.reset_peak()
         cursor = self.windows.epoch, self.windows.index
-        numbers = self.windows.draw(config.batch_size * config.accum_steps)
-        micro_batches = [
-            self.data.train.batch(numbers[i : i + config.batch_size]) for i in range(0, len(numbers), config.batch_size)
-        ]
+        self.windows, micro_batches = self._ahead or self._load()
+        self._ahead = None
         rate = self.schedule(self.step)
         if self.timeline is not None:
             self.timeline.start(self.model, self.optimizer, len(micro_batches))
-        result = self._training_step(micro_batches, step=self.step, learning_rate=rate)
+        result = self._training_step(micro_batches, step=self.step, learning_rate=rate, while_running=self._load_ahead)
         if not result.finite:
             whole = result.non_finite in ("loss", "global gradient norm")
             what = result.non_finite if whole else f"gradient of {result.non_finite}"
@@ -150,7 +150,7 @@ class TrainingRun:
         self.engine.finish_step()
         self.step += 1
         seconds = time.perf_counter() - started
-        speed = numbers.size * config.seq_len / seconds
+        speed = config.batch_size * config.accum_steps * config.seq_len / seconds
         driver = self.engine.driver_memory()
         log.write(
             step=self.step,
@@ -165,6 +165,18 @@ class TrainingRun:
             driver_memory=None if driver is None else driver._asdict(),
         )
         progress.step(self.step, result.loss, rate, result.grad_norm, speed)
+
+    def _load(self) -> tuple[ShuffledWindows, list[MicroBatch]]:
+        """The next step's data, and the windows as they are once it was drawn; `windows` stay where they are."""
+        config, windows = self.config, copy.copy(self.windows)
+        numbers = windows.draw(config.batch_size * config.accum_steps)
+        parts = range(0, len(numbers), config.batch_size)
+        return windows, [self.data.train.batch(numbers[i : i + config.batch_size]) for i in parts]
+
+    def _load_ahead(self) -> None:
+        if self.step + 1 < self.num_steps:
+            self._ahead = self._load()
+            self._training_step.prepare(self._ahead[1])
 
     def _hint_for_non_finite(self) -> str:
         """What to try, of what these options do not do already."""
