@@ -46,6 +46,22 @@ def test_large_values_and_nan(vulkan: VulkanEngine, oracle: CpuEngine) -> None:
     assert np.isnan(y[2]).all() and not np.isnan(y[[0, 1, 3]]).any()
 
 
+@pytest.mark.parametrize("offset", [1e2, -1e4, 1e6])
+def test_offsets_cost_no_digits(vulkan: VulkanEngine, oracle: CpuEngine, offset: float) -> None:
+    """Softmax ignores what is added to a whole row, and its gradient what is added to a row of dy."""
+    rng = np.random.default_rng(0)
+    x, dy = rng.standard_normal((2, 32, 1000)) + offset
+    x, dy = x.astype(np.float32), dy.astype(np.float32)
+    exact = run(oracle, lambda e, t: e.softmax(t), [x])[0]
+    y = check_op(vulkan, oracle, lambda e, t: e.softmax(t), [x], lambda w: [1000 * EPS32 * w[0]])[0]
+    rest = dy.astype(np.float64) - (dy.astype(np.float64) * exact).sum(-1, keepdims=True)
+    (dx,) = run(vulkan, lambda e, d, t: e.softmax_backward(d, t), [dy, y])
+    # Relative errors of y, of sums of 1000 terms that are near 1, and the rounding of a mean of the size of the offset,
+    # of which the second pass leaves the part by which y does not sum to 1.
+    bound = 1000 * EPS32 * exact * (np.abs(rest) + (np.abs(rest) * exact).sum(-1, keepdims=True) + abs(offset) * EPS32)
+    assert np.all(np.abs(dx - exact * rest) <= bound)
+
+
 def test_gradient(oracle: CpuEngine) -> None:
     """Finite differences."""
     x = np.random.default_rng(1).standard_normal((3, 5))

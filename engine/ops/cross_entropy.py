@@ -123,7 +123,8 @@ def cross_entropy_backward_(
 ) -> Tensor:
     """Turns logits [rows, vocabulary] into the gradient of the summed loss times the step's loss_scale, in place:
     (exp(logits - lse) - onehot(target)) * loss_scale, exactly 0 in ignored rows, NaN in rows whose target is outside
-    the vocabulary. Returns logits.
+    the vocabulary. The probabilities have the relative error of rounding lse: half a unit in its last place, 4e-6
+    where it is around 100. Returns logits.
 
     targets: int32 [rows]; lse [rows] from `cross_entropy`. loss_scale comes from the engine's StepParameters. Raises
     ValueError for shapes or types that do not fit.
