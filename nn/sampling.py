@@ -47,13 +47,15 @@ class Sampler:
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
         """Probabilities [n] (float64) after all settings, for logits [n].
 
-        Raises ValueError for logits with NaN, or without a finite value.
+        Raises BadInputError for logits with NaN, or without a finite value.
         """
         scores = np.asarray(logits, np.float64).reshape(-1).copy()
         if self.vocab_size:
             scores[self.vocab_size :] = -np.inf
         if np.isnan(scores).any() or not np.isfinite(scores.max()):
-            raise ValueError("logits hold NaN or no finite value: nothing can be drawn from them")
+            raise BadInputError(
+                "logits hold NaN or no finite value, so nothing can be drawn from them: are the weights damaged?"
+            )
         order = np.argsort(-scores, kind="stable")  # likeliest first, the lower index first on ties
         result = np.zeros_like(scores)
         if self.temperature == 0:
@@ -61,7 +63,8 @@ class Sampler:
             return result
         if self.top_k:
             order = order[: self.top_k]
-        weights = np.exp((scores[order] - scores[order[0]]) / self.temperature)
+        with np.errstate(over="ignore"):  # a temperature near 0 leaves -inf, weight 0
+            weights = np.exp((scores[order] - scores[order[0]]) / self.temperature)
         weights /= weights.sum()
         # A token stays while those before it have not reached top_p. Logits are float32: a sum that differs from
         # top_p by their rounding has reached it.

@@ -67,6 +67,18 @@ def test_generating_from_weights_of_another_model(
     assert "missing: blocks.0.norm1.weight" in message_of(capsys, saved, program="text_generate")
 
 
+def test_generating_from_weights_that_are_nan(capsys: pytest.CaptureFixture[str], saved: Path) -> None:
+    path = saved / "step-00000002" / "model.safetensors"
+    save_file({name: np.full_like(value, np.nan) for name, value in load_file(path).items()}, path)
+    assert "are the weights damaged?" in message_of(capsys, saved, "--engine", "cpu", program="text_generate")
+
+
+def test_generating_with_odd_settings(capsys: pytest.CaptureFixture[str], saved: Path) -> None:
+    argv = [str(saved), "--engine", "cpu", "--length", "3", "--temperature", "1e-320", "--top-k", str(2**62)]
+    assert text_generate.main([*argv, "--top-p", "1e-300", "--prompt", "\udce9 x" * 200]) == 0
+    assert "Warning" not in capsys.readouterr().err
+
+
 def test_two_runs_in_one_folder(capsys: pytest.CaptureFixture[str], saved: Path, text: Path, no_device: None) -> None:
     """The second run is refused while the first one lives, whether it is new or resumed."""
     new = saved.parent / "new"
