@@ -29,8 +29,8 @@ BACKWARD = RowFold(
     FoldSpec(
         "softmax_backward",
         {"dy": "row", "y": "row"},
-        # The y of a row sum to 1 up to rounding only, so a large mean of dy would leave its own rounding in the first sum:
-        # the second walk takes the weighted mean of what is left, which is small.
+        # The y of a row sum to 1 up to rounding only, so a large mean of dy would leave its own rounding in the first
+        # sum: the second walk takes the weighted mean of what is left, which is small.
         walks=[Walk([State("dot", "sum", _DY * _Y)]), Walk([State("rest", "sum", (_DY - _DOT) * _Y)])],
         elements={"dx": _Y * ((_DY - _DOT) - _REST)},
     )
