@@ -6,6 +6,7 @@ import hashlib
 import math
 import re
 import struct
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 
@@ -24,8 +25,9 @@ _POINTERS = {
 }
 _SCALARS = {"uint": "I", "int": "i", "float": "f"}
 
-_HEADER = """#version 460
-#extension GL_EXT_buffer_reference : require
+_VERSION = "#version 460\n"
+_WORDS64 = "#extension GL_EXT_shader_explicit_arithmetic_types_int64 : require\n"
+_HEADER = """#extension GL_EXT_buffer_reference : require
 #extension GL_EXT_buffer_reference2 : require
 #extension GL_EXT_buffer_reference_uvec2 : require
 #extension GL_EXT_control_flow_attributes : require
@@ -174,7 +176,9 @@ class Kernel:
         members = "".join(f"    {arg.glsl_type} {arg.name};\n" for arg in self.args)
         defines = "".join(f"#define {key} {value}\n" for key, value in self.defines.items())
         return (
-            _HEADER
+            _VERSION
+            + (_WORDS64 if "WORDS64" in self.defines else "")
+            + _HEADER
             + (GLSL_STRUCT if self.takes_step else "")
             + defines
             + "layout(local_size_x_id = 0) in;\n"
@@ -183,6 +187,20 @@ class Kernel:
             + "#line 1\n"
             + body
         )
+
+    @cached_property
+    def in_words(self) -> Kernel:
+        """The same kernel reading and writing four floats as two 64-bit words (shaders/words.glsl): the same bits.
+
+        Itself where its text has no such places.
+        """
+        if "WORDS64" not in self.glsl or "WORDS64" in self.defines:
+            return self
+        twin = copy(self)
+        for name in ("glsl", "digest"):
+            twin.__dict__.pop(name, None)
+        twin.defines = {**self.defines, "WORDS64": 1}
+        return twin
 
     @cached_property
     def digest(self) -> str:

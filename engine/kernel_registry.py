@@ -75,10 +75,11 @@ def known_kernels() -> Iterator[Kernel]:
         importlib.import_module(f"{package.__name__}.{module.name}")
     fusion = importlib.import_module(".fusion_map", __package__)
     seen: set[str] = set()
-    for kernel in chain(*(op.kernels() for op in OPS.values()), fusion.known_kernels()):
-        if kernel.digest not in seen:
-            seen.add(kernel.digest)
-            yield kernel
+    for declared in chain(*(op.kernels() for op in OPS.values()), fusion.known_kernels()):
+        for kernel in (declared, declared.in_words):
+            if kernel.digest not in seen:
+                seen.add(kernel.digest)
+                yield kernel
 
 
 @cache

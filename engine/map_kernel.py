@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _LOCAL_SIZE = 64
 
 _WIDE = """
-vec4 load_four(F32 p, uint i) { return F32x4(uvec2(p)).v[i >> 2]; }
-void store_four(F32 p, uint i, vec4 value) { F32x4(uvec2(p)).v[i >> 2] = value; }
+vec4 load_four(F32 p, uint i) { return read4(F32x4(uvec2(p)), i >> 2); }
+void store_four(F32 p, uint i, vec4 value) { write4(F32x4(uvec2(p)), i >> 2, value); }
 void main() {
     const uint group = group_index() * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
     if (group < args.num_elements / 4u) {
@@ -108,7 +108,9 @@ class MapKernel:
         text = "".join(read_shader(include) for include in (*includes, *glsl_includes(self.expressions.values())))
         joined = ", ".join(args)
         self.pointers = tuple(access)
-        self.wide = Kernel(name + "_vec4", text + _WIDE % bodies, joined, local_size=_LOCAL_SIZE)
+        self.wide = Kernel(
+            name + "_vec4", text + read_shader("words.glsl") + _WIDE % bodies, joined, local_size=_LOCAL_SIZE
+        )
         self.narrow = Kernel(name + "_scalar", text + _NARROW % bodies, joined, local_size=_LOCAL_SIZE)
 
     def reference(self, **arrays: Any) -> list[Any]:

@@ -50,6 +50,8 @@ class Recorder:
         self.max_invocations: int = device.max_workgroup_invocations
         self.is_cpu: bool = device.is_cpu
         self.driver: str = device.driver_name
+        # lavapipe goes through the lanes of an access one by one: fewer and longer ones pay there.
+        self.in_words = device.driver_name == "llvmpipe" and "shaderInt64" in device.physical.features
         rate = _WORK_PER_SECOND["cpu" if device.is_cpu else "gpu"]
         self._dispatch_work = rate * _DISPATCH_SECONDS
         self._submit_work = rate * _SUBMIT_SECONDS
@@ -93,7 +95,7 @@ class Recorder:
         if found is None:
             size = kernel.workgroup_size(self.subgroup_size, self.max_invocations)
             found = self.device.create_pipeline(
-                spirv_for(kernel),
+                spirv_for(kernel.in_words if self.in_words else kernel),
                 size,
                 kernel.packer.size,
                 kernel.name,

@@ -2,6 +2,7 @@
 // not 16-byte aligned) the same four values come one by one. Both variants add in the same order: equal bits. Kernel
 // arguments of type "row" are Row here.
 #if VEC4
+#include "words.glsl"
 #define Row F32x4
 #else
 #define Row F32
@@ -15,7 +16,7 @@ uint linear_index() { return group_index() * gl_WorkGroupSize.x + gl_LocalInvoca
 vec4 load4(Row p, uint start, uint c, uint cols) {
     if (c >= cols) return vec4(0.0);
 #if VEC4
-    return p.v[(start + c) >> 2];
+    return read4(p, (start + c) >> 2);
 #else
     vec4 v = vec4(p.v[start + c], 0.0, 0.0, 0.0);
     if (c + 1 < cols) v.y = p.v[start + c + 1];
@@ -38,7 +39,7 @@ float load1(Row p, uint i) {
 void store4(Row p, uint start, uint c, uint cols, vec4 v) {
     if (c >= cols) return;
 #if VEC4
-    p.v[(start + c) >> 2] = v;
+    write4(p, (start + c) >> 2, v);
 #else
     p.v[start + c] = v.x;
     if (c + 1 < cols) p.v[start + c + 1] = v.y;

@@ -1,6 +1,7 @@
 // square_sums.comp over many tensors: each subgroup sums the squares of one part of the tensor that the table names.
 #define TABLE_FIRST(i) args.table.v[2 * (i) + 1].x
 #include "tensor_table.glsl"
+#include "words.glsl"
 
 float at(F32 x, uint i, uint end) { return i < end ? x.v[i] : 0.0; }
 
@@ -14,7 +15,7 @@ void main() {
     uint base = begin;
     vec4 sums = vec4(0.0);
     for (; base + stride <= wide_end; base += stride) {
-        const vec4 x = F32x4(tensor.xy).v[(base >> 2) + gl_SubgroupInvocationID];
+        const vec4 x = read4(F32x4(tensor.xy), (base >> 2) + gl_SubgroupInvocationID);
         sums = fma(x, x, sums);
     }
     F32 source = F32(tensor.xy);

@@ -2,6 +2,7 @@
 // far as the tensor allows, one by one behind that. Element by element the arithmetic is that of the one-tensor kernels.
 #define TABLE_FIRST(i) args.table.v[3 * (i) + 2].y
 #include "tensor_table.glsl"
+#include "words.glsl"
 #if ADAMW
 #include "adamw.glsl"
 #else
@@ -20,24 +21,24 @@ void main() {
     const uint begin = (group - sizes.y) * CHUNK, end = min(sizes.x, begin + CHUNK), wide_end = min(end, sizes.w);
     for (uint c = begin + 4 * gl_LocalInvocationID.x; c < wide_end; c += 4 * gl_WorkGroupSize.x) {
         const uint i = c >> 2;
-        vec4 p = F32x4(first_two.xy).v[i];
-        const vec4 g = F32x4(first_two.zw).v[i] * clip;
+        vec4 p = read4(F32x4(first_two.xy), i);
+        const vec4 g = read4(F32x4(first_two.zw), i) * clip;
 #if ADAMW
-        vec4 m = F32x4(last_two.xy).v[i], v = F32x4(last_two.zw).v[i];
+        vec4 m = read4(F32x4(last_two.xy), i), v = read4(F32x4(last_two.zw), i);
         adamw(g, m, v, p, weight_decay);
-        F32x4(last_two.xy).v[i] = m;
-        F32x4(last_two.zw).v[i] = v;
+        write4(F32x4(last_two.xy), i, m);
+        write4(F32x4(last_two.zw), i, v);
 #else
         vec4 b = vec4(0.0);
 #if MOMENTUM
-        b = F32x4(last_two.xy).v[i];
+        b = read4(F32x4(last_two.xy), i);
 #endif
         sgd(g, b, p, weight_decay);
 #if MOMENTUM
-        F32x4(last_two.xy).v[i] = b;
+        write4(F32x4(last_two.xy), i, b);
 #endif
 #endif
-        F32x4(first_two.xy).v[i] = p;
+        write4(F32x4(first_two.xy), i, p);
     }
     for (uint i = max(begin, wide_end) + gl_LocalInvocationID.x; i < end; i += gl_WorkGroupSize.x) {
         vec4 p = vec4(F32(first_two.xy).v[i]);
