@@ -39,7 +39,10 @@ class Limits:
 
 @dataclass
 class Contender:
-    """A library in the comparison. failed: why it is out for all works. rounds: {round: its times, ms} of this work."""
+    """A library in the comparison. failed: why it is out for all works. rounds: {round: mean ms of its runs}.
+
+    fastest: ms of the fastest run. cpu_ms: processor time of a run in each round.
+    """
 
     peer: Peer
     process: PeerProcess | None = None
@@ -49,6 +52,8 @@ class Contender:
     repeats: int = 1
     out: str = ""
     rounds: dict[int, float] = field(default_factory=dict)
+    fastest: float = math.inf
+    cpu_ms: list[float] = field(default_factory=list)
 
     @property
     def spent(self) -> float:
@@ -122,6 +127,7 @@ class Comparison:
     def _compare(self, work: Work) -> Iterator[Row]:
         for contender in self.contenders:
             contender.out, contender.rounds = contender.failed, {}
+            contender.fastest, contender.cpu_ms = math.inf, []
             if not contender.failed and not (contender.process and contender.process.alive):
                 self._open(contender)
                 contender.out = contender.failed
@@ -157,7 +163,10 @@ class Comparison:
             return
         answer = self._ask(contender, do="run", repeats=contender.repeats)
         if not contender.out:
-            contender.rounds[number] = statistics.median(answer["ms"])
+            # The mean, so that what interrupts short runs and long ones weighs alike.
+            contender.rounds[number] = statistics.fmean(answer["ms"])
+            contender.fastest = min(contender.fastest, *answer["ms"])
+            contender.cpu_ms.append(answer["cpu_ms"])
 
     def _error(self, contender: Contender, reference: dict[str, np.ndarray]) -> float:
         with tempfile.TemporaryDirectory() as folder:
@@ -183,7 +192,8 @@ class Comparison:
         return {
             **row,
             "ms": statistics.median(times),
-            "best": min(times),
+            "best": contender.fastest,
+            "cpu_ms": statistics.median(contender.cpu_ms),
             "spread": quarters[2] - quarters[0],
             "error": error if math.isfinite(error) else None,
             "rounds": len(times),

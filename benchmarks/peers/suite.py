@@ -53,7 +53,7 @@ def table_of(rows: list[Row], driver: str) -> Table:
     table = Table(title=f"{driver}; medians", title_justify="left")
     for heading in ("work", "library", "version"):
         table.add_column(heading)
-    for heading in ("ms", "spread", "best", "error", "x vkfold"):
+    for heading in ("ms", "spread", "best", "cpu ms", "error", "x vkfold"):
         table.add_column(heading, justify="right")
     last = ""
     for row in (row for row in rows if "failed" not in row):
@@ -64,7 +64,7 @@ def table_of(rows: list[Row], driver: str) -> Table:
         error = "[red]wrong[/red]" if row["error"] is None else f"{row['error']:.0e}"
         if row["error"] is not None and row["error"] > WRONG:
             error = f"[red]wrong: {error}[/red]"
-        times = (significant(row["ms"]), significant(row["spread"], 2), significant(row["best"]))
+        times = (significant(row["ms"]), significant(row["spread"], 2), *map(significant, (row["best"], row["cpu_ms"])))
         table.add_row(name, row["library"], row["version"], *times, error, significant(row["ratio"]))
     return table
 

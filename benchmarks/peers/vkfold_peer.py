@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ class Perceptron(vf.nn.Layer):
 
     def __init__(self, engine: Any, work: MlpStep) -> None:
         super().__init__(engine)
-        self.layers = [vf.nn.Linear(engine, i, o, seed=None) for i, o in zip(work.sizes, work.sizes[1:])]  # noqa: B905
+        self.layers = [vf.nn.Linear(engine, i, o, seed=None) for i, o in itertools.pairwise(work.sizes)]
         self.initialize(0)
         values: dict[str, np.ndarray] = {}
         for i, (weight, bias) in enumerate(work.weights()):

@@ -11,6 +11,7 @@ library's own environment can import it.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -118,7 +119,7 @@ class MlpStep:
     def weights(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """(weight [in, out], bias [out]) of each layer."""
         rng = np.random.default_rng(4)
-        pairs = zip(self.sizes, self.sizes[1:])  # noqa: B905 - one shorter than the other by design
+        pairs = itertools.pairwise(self.sizes)
         return [
             ((rng.standard_normal((i, o)) * (2 / i) ** 0.5).astype(np.float32), np.zeros(o, np.float32))
             for i, o in pairs

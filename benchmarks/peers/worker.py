@@ -3,7 +3,7 @@ answers each with one line:
 
     {"do": "hello", "driver": PATH?}       {"library", "version", "device", "driver", "on_driver"}
     {"do": "prepare", "work": NAME}        {"ok": true}, or {"unsupported": why}
-    {"do": "run", "repeats": N}            {"ms": [time of each, device synchronised at its end]}
+    {"do": "run", "repeats": N}            {"ms": [of each, device synchronised at its end], "cpu_ms"}
     {"do": "result", "file": PATH.npz}     {"ok": true}; what the last run computed is in the file
     {"do": "quit"}                         the process ends
 
@@ -13,6 +13,7 @@ Whatever goes wrong is answered by {"error": last line of the exception}. What a
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -83,7 +84,7 @@ class Worker:
                 return {"ok": True}
             case "run":
                 assert self.job is not None
-                return {"ms": [self.timed() for _ in range(message.get("repeats", 1))]}
+                return self.timed(message.get("repeats", 1))
             case "result":
                 assert self.job is not None
                 results: dict[str, Any] = {**self.job.results()}
@@ -91,12 +92,16 @@ class Worker:
                 return {"ok": True}
         raise ValueError(f"unknown message {message['do']!r}")
 
-    def timed(self) -> float:
-        """Milliseconds of one run."""
+    def timed(self, repeats: int) -> dict[str, Any]:
+        """Milliseconds of each run, and of processor time a run over all threads of this process."""
         assert self.job is not None
-        start = time.perf_counter()
-        self.job.run()
-        return (time.perf_counter() - start) * 1e3
+        ticks = [time.perf_counter()]
+        processor = time.process_time()
+        for _ in range(repeats):
+            self.job.run()
+            ticks.append(time.perf_counter())
+        processor = time.process_time() - processor
+        return {"ms": [(b - a) * 1e3 for a, b in itertools.pairwise(ticks)], "cpu_ms": processor / repeats * 1e3}
 
 
 def last_line(error: BaseException) -> str:
