@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 _numbers = itertools.count(1)
@@ -58,6 +61,10 @@ class OneThread:
         with self._changing_hands:
             self._check_fork()
             self._own()
+            # From here on finalizers in other threads put aside; one that asked before may still be freeing.
+            here = get_ident()
+            while any(_is_giving_back(frame) for thread, frame in sys._current_frames().items() if thread != here):
+                time.sleep(1e-4)
 
     def _settle(self) -> None:
         """The rare cases of `check_open`: closed, not owned yet, the owner has ended, another's, things put aside."""
@@ -100,17 +107,12 @@ class OneThread:
     def _return(self, storage: Any, free: Callable[[Any], None]) -> None:
         """Call `free(storage)`, now in the owner's thread, at the owner's next call elsewhere.
 
-        Runs in finalizers: it neither waits nor raises. The lock is only tried: a thread that was killed at the exit
-        of the interpreter may hold it for ever.
+        Runs in finalizers: it neither waits nor takes a lock.
         """
-        if self._changing_hands.acquire(False):
-            try:
-                if self._thread_id == get_ident():
-                    free(storage)
-                    return
-            finally:
-                self._changing_hands.release()
-        self._put_aside.append((free, storage))
+        if self._thread_id == get_ident():
+            free(storage)
+        else:
+            self._put_aside.append((free, storage))
 
     def _free_put_aside(self) -> None:
         while self._put_aside:
@@ -121,6 +123,14 @@ class OneThread:
         """Before statistics, which any thread may read: count what was put aside where that is this thread's to do."""
         if self._put_aside and not self.closed and (self._thread_id == get_ident() or self._is_free()):
             self._settle()
+
+
+def _is_giving_back(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is OneThread._return.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 _with_device: weakref.WeakSet[OneThread] = weakref.WeakSet()

@@ -20,6 +20,7 @@ from vkfold.engine.compute_engine import ComputeEngine
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.plan_engine import PlanEngine
 from vkfold.engine.vulkan_engine import VulkanEngine
+from vkfold.nn import AdamW, GPTConfig, GPTModel, TrainingStep
 
 MAKERS = [VulkanEngine, CpuEngine, PlanEngine]
 
@@ -104,6 +105,62 @@ def test_taking_over(vulkan: VulkanEngine) -> None:
             vulkan.add(x, x)
         vulkan.take_over()
         assert (x + 1).numpy().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_replayed_steps_are_refused_too(vulkan: VulkanEngine) -> None:
+    """A replayed step calls no op; another thread is refused all the same, and the run goes on in its own."""
+    config = GPTConfig(vocab_size=16, max_seq_len=8, d_model=16, num_heads=2, num_layers=1)
+    windows = np.random.default_rng(0).integers(0, 16, (2, 9)).astype(np.int32)
+
+    def losses(intrude: bool) -> list[float]:
+        model = GPTModel(vulkan, config, seed=0)
+        step = TrainingStep(model, AdamW(model, learning_rate=1e-2))
+
+        def once(n: int) -> float:
+            return step([(windows[:, :-1], windows[:, 1:])], step=n, learning_rate=1e-2).loss
+
+        found = []
+        for n in range(8):
+            if intrude and n == 6:
+                with pytest.raises(RuntimeError, match="take_over"):
+                    in_thread(lambda: once(6))
+            found.append(once(n))
+        return found
+
+    before = vulkan.replay_stats().replayed
+    undisturbed = losses(intrude=False)
+    assert vulkan.debug or vulkan.replay_stats().replayed > before
+    assert losses(intrude=True) == undisturbed
+    gc.collect()
+
+
+def test_taking_over_waits_for_a_tensor_being_given_back() -> None:
+    """The one thing that another thread may do unasked: a finalizer that has begun there comes to its end first."""
+    engine = CpuEngine()
+    inside, go_on, order = threading.Event(), threading.Event(), []
+
+    class SlowLedger:
+        def free(self, nbytes: int) -> None:
+            inside.set()
+            go_on.wait(10)
+            order.append("freed")
+
+    def owner() -> None:
+        engine.take_over()
+        tensor = engine.tensor([1.0])
+        engine.ledger = SlowLedger()  # type: ignore[assignment]
+        del tensor
+
+    thread = threading.Thread(target=owner)
+    thread.start()
+    assert inside.wait(10)
+    timer = threading.Timer(0.1, go_on.set)
+    timer.start()
+    engine.take_over()
+    order.append("taken over")
+    thread.join()
+    timer.join()
+    assert order == ["freed", "taken over"]
 
 
 @pytest.mark.parametrize("make", MAKERS)
