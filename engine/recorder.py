@@ -44,7 +44,7 @@ class Recorder:
     Ops see it as their launcher: `dispatch`, `fill_zero`, and what kind of device this is.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, pipelines: dict[Kernel, Any] | None = None) -> None:
         self.device = device
         self.subgroup_size: int = device.subgroup_size
         self.max_invocations: int = device.max_workgroup_invocations
@@ -55,7 +55,8 @@ class Recorder:
         rate = _WORK_PER_SECOND["cpu" if device.is_cpu else "gpu"]
         self._dispatch_work = rate * _DISPATCH_SECONDS
         self._submit_work = rate * _SUBMIT_SECONDS
-        self._pipelines: dict[Kernel, Any] = {}
+        self._owns_pipelines = pipelines is None
+        self._pipelines: dict[Kernel, Any] = {} if pipelines is None else pipelines
         self._current: Batch | None = None
         self._in_flight: list[Batch] = []
         self._spare: list[Batch] = []
@@ -88,6 +89,10 @@ class Recorder:
     def open_batch(self) -> None:
         """See to it that a batch is open: it will be submitted even if nothing more is recorded."""
         self._open()
+
+    def aside(self) -> Recorder:
+        """A recorder with the same pipelines, for work apart from the open batch. Close it."""
+        return Recorder(self.device, self._pipelines)
 
     def pipeline(self, kernel: Kernel) -> Any:
         """The compiled pipeline of a kernel, made at first use."""
@@ -405,11 +410,12 @@ class Recorder:
             batch.fence.destroy()
         for buffer in self._staging:
             self.device.destroy_buffer(buffer)
-        for pipeline in self._pipelines.values():
-            self.device.destroy_pipeline(pipeline)
+        if self._owns_pipelines:
+            for pipeline in self._pipelines.values():
+                self.device.destroy_pipeline(pipeline)
         self._spare.clear()
         self._staging.clear()
-        self._pipelines.clear()
+        self._pipelines = {}
 
 
 def place_of(tensor: Tensor) -> Place:

@@ -83,6 +83,7 @@ SWITCHES: dict[str, Switch] = {
         Switch("VKFOLD_CACHE_DIR", "folder", None, _folder, "compiled kernels, pipelines and tuning results"),
         Switch("VKFOLD_FUSION", "0 or 1", True, _on_off, "0: launch every op by itself; the bits are the same"),
         Switch("VKFOLD_REPLAY", "0 or 1", True, _on_off, "0: record every training step; the bits are the same"),
+        Switch("VKFOLD_TUNE", "0 or 1", True, _on_off, "0: leave what `vkfold tune` measured aside"),
         Switch("VKFOLD_VARIANT", "text", None, _text, "force kernel variants: op=variant, several with commas"),
         Switch(
             "VKFOLD_CHECK_RECOMPUTE",

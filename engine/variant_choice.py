@@ -1,27 +1,23 @@
 """The choice of a kernel variant: forced, else measured, else estimated; and the log line that says why.
 
-A choice is a pure function of op, shape, device capabilities and the device's table of measurements.
+`select` is the pure function: op, shape, device capabilities and the device's table of measurements decide.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 from . import switches
-from .errors import BadInputError
-from .matmul_variants import (
-    Capabilities,
-    Choice,
-    Product,
-    all_variants,
-    candidates,
-    estimate,
-    least_estimate,
-    variants,
-)
+from .errors import BadInputError, VkfoldError
+from .kernel import SHADER_DIR
+from .matmul_variants import Capabilities, Choice, Product, all_variants, candidates, estimate, variants
+from .variant_cache import TuningTable
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -56,14 +52,57 @@ def forced_by_switch(op: str, text: str) -> str:
     return ""
 
 
+def tuning_key(product: Product, layout: str) -> str:
+    """How a product is called in a table. layout: NN, NT, TN or TT."""
+    return f"matmul {'x'.join(map(str, product))} {layout}"
+
+
+class Selection(NamedTuple):
+    """A choice, and why it was made."""
+
+    choice: Choice
+    why: str
+
+
+def select(device: Capabilities, product: Product, key: str, table: TuningTable, tuned: bool = True) -> Selection:
+    """The fastest measured candidate that is not barred, else (nothing measured, or tuned False) the least estimate.
+
+    Raises VkfoldError when every candidate is barred.
+    """
+    usable = [choice for choice in candidates(device, product) if choice.variant.name not in table.barred]
+    if not usable:
+        raise VkfoldError(
+            f"every variant of matmul for {'x'.join(map(str, product))} is barred on this device: "
+            + "; ".join(f"{name}: {reason}" for name, reason in table.barred.items())
+        )
+    seconds = table.times.get(key, {}) if tuned else {}
+    measured = [choice for choice in usable if choice.name in seconds]
+    if measured:
+        best = min(measured, key=lambda choice: seconds[choice.name])
+        return Selection(best, f"measured {1e3 * seconds[best.name]:.3g} ms, the least of {len(measured)}")
+    best = min(usable, key=lambda choice: estimate(device, product, choice))
+    return Selection(best, f"least estimate of {len(usable)}, {estimate(device, product, best) / 1e6:.3g} ms")
+
+
+@cache
+def _kernel_hash() -> str:
+    """Of the files that make the kernels of matmul: what was measured or checked with others does not count."""
+    here = Path(__file__).parent
+    files = (SHADER_DIR / "matmul.comp", here / "matmul_variants.py", here / "ops" / "matmul_launch.py")
+    more = (here / "spirv.py", here / "glsl_compiler.py")
+    return hashlib.sha256(b"".join(path.read_bytes() for path in (*files, *more))).hexdigest()[:12]
+
+
 class MatmulChooser:
-    """Chooses for one recorder. plans: dispatches kept by shape."""
+    """Chooses for one recorder. plans: what was worked out, by shape; table: what is known of the device's variants."""
 
     _all: ClassVar[WeakKeyDictionary[Any, MatmulChooser]] = WeakKeyDictionary()
 
-    def __init__(self, device: Capabilities) -> None:
+    def __init__(self, device: Capabilities, table: TuningTable) -> None:
         self.device = device
+        self.table = table
         self.plans: dict[Any, Any] = {}
+        self.reasons: dict[str, str] = {}  # variant -> why it was last chosen
         self._switch = ""  # VKFOLD_VARIANT as last read, and what it means
         self._switched = ""
 
@@ -72,7 +111,8 @@ class MatmulChooser:
         """The chooser of a recorder."""
         found = cls._all.get(gpu)
         if found is None:
-            found = cls._all[gpu] = cls(Capabilities.of(gpu))
+            table = TuningTable.of_device(gpu.device.physical, _kernel_hash())
+            found = cls._all[gpu] = cls(Capabilities.of(gpu), table)
         return found
 
     def forced(self) -> str:
@@ -84,17 +124,27 @@ class MatmulChooser:
             self._switch, self._switched = text, forced_by_switch("matmul", text)
         return self._switched
 
-    def choose(self, product: Product) -> Choice:
-        """The variant for a product. Raises ValueError when a forced one does not exist."""
+    def choose(self, product: Product, layout: str = "NN") -> Choice:
+        """The variant for a product. Raises ValueError for a forced one there is not, VkfoldError for a barred one."""
         name = self.forced()
         if name:
             choice, why = self.named(name), "forced"
+            if choice.variant.name in self.table.barred:
+                raise VkfoldError(
+                    f"matmul variant {name} is forced and barred: {self.table.barred[choice.variant.name]}"
+                )
         else:
-            choice = least_estimate(self.device, product)
-            why = f"least estimate of {len(candidates(self.device, product))}"
-            why += f", {estimate(self.device, product, choice) / 1e6:.3g} ms"
-        switches.logger.debug("matmul %s: %s (%s)", "x".join(map(str, product)), choice.name, why)
+            tuned = switches.get("VKFOLD_TUNE")
+            choice, why = select(self.device, product, tuning_key(product, layout), self.table, tuned)
+        self.reasons[choice.name] = why
+        switches.logger.info("%s: %s (%s)", tuning_key(product, layout), choice.name, why)
         return choice
+
+    def bar(self, variant: str, reason: str) -> None:
+        """Never use a variant again on this device: in this process and, by the table, in later ones."""
+        self.table.bar(variant, reason)
+        self.plans.clear()
+        switches.logger.warning("matmul variant %s is barred on this device: %s", variant, reason)
 
     def named(self, name: str) -> Choice:
         """The choice with this name. Raises ValueError, listing what there is, for one that does not exist."""

@@ -39,6 +39,8 @@ def test_defaults_where_unset_or_empty() -> None:
             "VKFOLD_DEVICE": None,
             "VKFOLD_DEBUG": 0,
             "VKFOLD_CACHE_DIR": None,
+            "VKFOLD_REPLAY": True,
+            "VKFOLD_TUNE": True,
             "VKFOLD_VARIANT": None,
             "VKFOLD_CHECK_RECOMPUTE": False,
             "VKFOLD_FUSION": True,

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import switches
 from ..input_checks import require_tensors
 from ..kernel import Kernel
 from ..matmul_variants import SUBGROUP_SIZES, Product, all_variants
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
+from ..variant_choice import MatmulChooser
 from .activation import activation_reference, check_activation
-from .matmul_launch import Epilogue, Layout, launch_product, matmul_kernel
+from .matmul_check import checked
+from .matmul_launch import MAX_SLICE, Epilogue, Layout, Plan, matmul_kernel, plan_of, run_plan
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
@@ -56,12 +59,26 @@ class _Shape:
 
 
 @cache
-def _layout(a: TensorSpec, b: TensorSpec, trans_a: bool, trans_b: bool) -> Layout:
+def layout_of(a: TensorSpec, b: TensorSpec, trans_a: bool, trans_b: bool) -> Layout:
+    """Sizes and strides of a product. Raises ValueError for shapes or types that do not fit."""
     shape = _Shape(a, b, trans_a, trans_b)
     product = Product(shape.batch, shape.m, shape.n, shape.k)
     a_row, a_k = (1, shape.m) if trans_a else (shape.k, 1)
     b_col, b_k = (shape.k, 1) if trans_b else (1, shape.n)
     return Layout(product, shape.stride_a, shape.stride_b, a_row, a_k, b_col, b_k)
+
+
+def _plan(gpu: Recorder, layout: Layout, letters: str, accumulate: bool) -> Plan:
+    """Choose a variant that is known to be right, and work out its dispatch. Kept, since steps repeat."""
+    chooser = MatmulChooser.of(gpu)
+    key = (layout, letters, accumulate, chooser.forced(), switches.raw("VKFOLD_TUNE"))
+    plan = chooser.plans.get(key)
+    while plan is None:
+        choice = chooser.choose(layout.product, letters)
+        kinds = {accumulate, accumulate or layout.product.k > MAX_SLICE}
+        if all(checked(gpu, chooser, choice.variant, resumes) for resumes in kinds):
+            plan = chooser.plans[key] = plan_of(gpu, chooser.device, layout, choice)
+    return plan
 
 
 class MatmulOp(Op):
@@ -141,10 +158,11 @@ class MatmulOp(Op):
         a, b, bias, residual, out = inputs
         assert a is not None and b is not None
         c = outputs[0] if out is None else out
-        layout = _layout(a.spec, b.spec, trans_a, trans_b)
+        layout = layout_of(a.spec, b.spec, trans_a, trans_b)
         batch, m, n, _ = layout.product
         if batch * m * n:
-            launch_product(gpu, layout, a, b, c, Epilogue(bias, residual, activation, accumulate))
+            plan = _plan(gpu, layout, f"{'NT'[trans_a]}{'NT'[trans_b]}", accumulate)
+            run_plan(gpu, plan, layout, a, b, c, Epilogue(bias, residual, activation, accumulate))
 
     def kernels(self) -> Iterable[Kernel]:
         for size in SUBGROUP_SIZES:

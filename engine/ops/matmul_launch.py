@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ..kernel import Kernel, read_shader
-from ..matmul_variants import Choice, Product, Variant, tiles_of
+from ..matmul_variants import Capabilities, Choice, Product, Variant, tiles_of
 from ..tensor import Tensor
-from ..variant_choice import MatmulChooser
 from .activation import ACTIVATIONS, activation_glsl
 
 if TYPE_CHECKING:
@@ -55,6 +54,9 @@ def matmul_kernel(variant: Variant, subgroup_size: int, resumes: bool = False) -
     return Kernel(name, text, _ARGS, subgroups=subgroups, defines=defines)
 
 
+Address: TypeAlias = Tensor | int  # a tensor, or where it lies
+
+
 class Layout(NamedTuple):
     """A product and where its operands lie, in elements: A [m, k] and B [k, n], C [m, n] contiguous."""
 
@@ -70,8 +72,8 @@ class Layout(NamedTuple):
 class Epilogue(NamedTuple):
     """What follows the sum: residual + activation(sum + bias); accumulate: the sum goes on from C."""
 
-    bias: Tensor | None = None
-    residual: Tensor | None = None
+    bias: Address | None = None
+    residual: Address | None = None
     activation: str | None = None
     accumulate: bool = False
 
@@ -86,11 +88,11 @@ class Plan(NamedTuple):
     sizes: tuple[int, ...]  # the kernel's scalars from `m` on, k, activation and flags left out
 
 
-def plan_of(gpu: Recorder, chooser: MatmulChooser, layout: Layout, choice: Choice) -> Plan:
+def plan_of(gpu: Recorder, device: Capabilities, layout: Layout, choice: Choice) -> Plan:
     """The dispatch that carries out a product with this choice."""
     variant, (batch, m, n, _) = choice.variant, layout.product
     kernel = matmul_kernel(variant, gpu.subgroup_size)
-    tiles_m, tiles_n = tiles_of(chooser.device, layout.product, choice)
+    tiles_m, tiles_n = tiles_of(device, layout.product, choice)
     a, b = (layout.batch_a, layout.a_row, layout.a_k), (layout.batch_b, layout.b_col, layout.b_k)
     rows, columns, c = m, n, (n, 1)
     if choice.swapped:
@@ -102,7 +104,13 @@ def plan_of(gpu: Recorder, chooser: MatmulChooser, layout: Layout, choice: Choic
     return Plan(kernel, matmul_kernel(variant, gpu.subgroup_size, True), tiles, choice.swapped, sizes)
 
 
-def run_plan(gpu: Recorder, plan: Plan, layout: Layout, a: Tensor, b: Tensor, c: Tensor, epilogue: Epilogue) -> None:
+def _after(start: Address, elements: int) -> Address | tuple[Tensor, int]:
+    if not elements:
+        return start
+    return start + 4 * elements if isinstance(start, int) else (start, 4 * elements)
+
+
+def run_plan(gpu: Recorder, plan: Plan, layout: Layout, a: Address, b: Address, c: Address, epilogue: Epilogue) -> None:
     """Record a product."""
     bias, residual, activation, accumulate = epilogue
     final = _BIAS * (bias is not None) | _RESIDUAL * (residual is not None) | _BIAS_BY_ROW * plan.swapped
@@ -113,8 +121,7 @@ def run_plan(gpu: Recorder, plan: Plan, layout: Layout, a: Tensor, b: Tensor, c:
     while True:
         length = min(total - begin, MAX_SLICE)
         last = begin + length == total
-        first_a = (a, 4 * begin * layout.a_k) if begin else a
-        first_b = (b, 4 * begin * layout.b_k) if begin else b
+        first_a, first_b = _after(a, begin * layout.a_k), _after(b, begin * layout.b_k)
         gpu.dispatch(
             plan.more if accumulate or begin else plan.kernel,
             plan.num_groups,
@@ -133,13 +140,3 @@ def run_plan(gpu: Recorder, plan: Plan, layout: Layout, a: Tensor, b: Tensor, c:
         begin += length
         if last:
             return
-
-
-def launch_product(gpu: Recorder, layout: Layout, a: Tensor, b: Tensor, c: Tensor, epilogue: Epilogue) -> None:
-    """Choose a variant and record the product; the choice is kept, since steps repeat."""
-    chooser = MatmulChooser.of(gpu)
-    key = (layout, chooser.forced())
-    plan = chooser.plans.get(key)
-    if plan is None:
-        plan = chooser.plans[key] = plan_of(gpu, chooser, layout, chooser.choose(layout.product))
-    run_plan(gpu, plan, layout, a, b, c, epilogue)

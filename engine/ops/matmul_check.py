@@ -1,0 +1,75 @@
+"""Before a kernel of matmul is first used on a device: does it give what the base variant gives on a small odd case?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..matmul_variants import Choice, Product, Variant, variants
+from ..variant_choice import MatmulChooser
+from .matmul_launch import Epilogue, Layout, matmul_kernel, plan_of, run_plan
+
+if TYPE_CHECKING:
+    from ..recorder import Recorder
+
+_M, _N, _K = 37, 70, 11
+_GUARD = 64  # words around C
+# NN, and TT with the epilogue: (layout, swapped, epilogue)
+_CASES = (
+    (Layout(Product(1, _M, _N, _K), 0, 0, _K, 1, 1, _N), False, False),
+    (Layout(Product(1, _M, _N, _K), 0, 0, 1, _M, _K, 1), True, True),
+)
+
+
+def checked(gpu: Recorder, chooser: MatmulChooser, variant: Variant, resumes: bool) -> bool:
+    """Whether a variant's kernel is known to be right; compares it now when that is not known, and bars a wrong one."""
+    base = variants(chooser.device, variant.split)
+    kernel = matmul_kernel(variant, gpu.subgroup_size, resumes)
+    if kernel.name in chooser.table.checked:
+        return True
+    if base and variant != base[-1] and variant.split == base[-1].split:
+        wrong = _compare(gpu, chooser, variant, base[-1], resumes)
+        if wrong:
+            chooser.bar(variant.name, wrong)
+            return False
+    chooser.table.note_checked(kernel.name)
+    return True
+
+
+def _compare(gpu: Recorder, chooser: MatmulChooser, variant: Variant, base: Variant, resumes: bool) -> str:
+    """What differs, in words; "" when nothing does."""
+    rng = np.random.default_rng(7)
+    sizes = {"a": _M * _K, "b": _K * _N, "bias": _N, "residual": _M * _N, "c": _M * _N + 2 * _GUARD}
+    inputs = {name: rng.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
+    starts = dict(zip(sizes, np.cumsum([0, *(-(-size // 4) * 4 for size in sizes.values())]).tolist(), strict=False))
+    total = 4 * (starts["c"] + sizes["c"])
+    aside = gpu.aside()
+    buffer = gpu.device.create_buffer(total, host_visible=True)
+    try:
+        memory = np.frombuffer(buffer.mapping, np.float32, total // 4)
+        where = {name: buffer.address + 4 * start for name, start in starts.items()}
+
+        def result(tile: Variant, layout: Layout, swapped: bool, epilogue: bool) -> np.ndarray:
+            for name, array in inputs.items():
+                memory[starts[name] : starts[name] + sizes[name]] = array
+            plan = plan_of(aside, chooser.device, layout, Choice(tile, swapped))
+            ends = Epilogue(accumulate=resumes)
+            if epilogue:
+                ends = Epilogue(where["bias"], where["residual"], "gelu", resumes)
+            run_plan(aside, plan, layout, where["a"], where["b"], where["c"] + 4 * _GUARD, ends)
+            aside.submit()
+            aside.wait()
+            return memory[starts["c"] :].copy()
+
+        for layout, swapped, epilogue in _CASES:
+            got, expected = (result(tile, layout, swapped, epilogue) for tile in (variant, base))
+            differs = np.flatnonzero(got.view(np.uint32) != expected.view(np.uint32)) - _GUARD
+            if len(differs):
+                place = divmod(int(differs[0]), _N)
+                values = f"{got[differs[0] + _GUARD]!r} instead of {expected[differs[0] + _GUARD]!r}"
+                return f"{len(differs)} of {_M * _N} elements differ from {base.name}, the first at {place}: {values}"
+        return ""
+    finally:
+        aside.close()
+        gpu.device.destroy_buffer(buffer)

@@ -1,0 +1,198 @@
+"""Tuning: measured, kept by device and kernels, used by the choice, no change of bits; wrong variants are barred."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vkfold.engine import variant_choice
+from vkfold.engine.errors import VkfoldError
+from vkfold.engine.kernel import Kernel, read_shader
+from vkfold.engine.matmul_variants import Capabilities, Choice, Product, Variant, candidates, least_estimate
+from vkfold.engine.ops import matmul_launch
+from vkfold.engine.ops.matmul import layout_of
+from vkfold.engine.ops.matmul_launch import matmul_kernel
+from vkfold.engine.tensor import TensorSpec
+from vkfold.engine.tuner import Timer, tune_product
+from vkfold.engine.variant_cache import TuningTable
+from vkfold.engine.variant_choice import MatmulChooser, forced_variant, select, tuning_key
+from vkfold.engine.vulkan_engine import VulkanEngine
+
+OLD = Capabilities(8, True, "llvmpipe", 22, 4)
+PRODUCT = Product(1, 40, 48, 64)
+LAYOUT = layout_of(TensorSpec((40, 64)), TensorSpec((64, 48)), False, False)
+KEY = tuning_key(PRODUCT, "NN")
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[VulkanEngine]:
+    """An engine that knows nothing of its device."""
+    monkeypatch.setenv("VKFOLD_CACHE_DIR", str(tmp_path))
+    engine = VulkanEngine()
+    yield engine
+    engine.close()
+
+
+def product(engine: VulkanEngine) -> np.ndarray:
+    """One product of PRODUCT's shape."""
+    rng = np.random.default_rng(3)
+    a, b = rng.standard_normal((40, 64)).astype(np.float32), rng.standard_normal((64, 48)).astype(np.float32)
+    return (engine.tensor(a) @ engine.tensor(b)).numpy()
+
+
+def test_selection_is_a_pure_function_of_its_table() -> None:
+    """Nothing measured: the least estimate. Measured: the fastest that is not barred. Switched off: the estimate."""
+    table = TuningTable()
+    first = select(OLD, PRODUCT, KEY, table)
+    assert first.choice == least_estimate(OLD, PRODUCT) and "estimate" in first.why
+    others = [choice for choice in candidates(OLD, PRODUCT) if choice != first.choice]
+    table.note_times(KEY, {others[0].name: 1.0, others[1].name: 0.5, first.choice.name: 2.0, "no_such_variant": 0.1})
+    assert select(OLD, PRODUCT, KEY, table).choice == others[1]
+    assert "measured 500 ms, the least of 3" in select(OLD, PRODUCT, KEY, table).why
+    assert select(OLD, PRODUCT, KEY, table, tuned=False) == first
+    assert select(OLD, PRODUCT, tuning_key(PRODUCT, "NT"), table) == first
+    table.bar(others[1].variant.name, "wrong")
+    assert select(OLD, PRODUCT, KEY, table).choice.variant != others[1].variant
+    for choice in candidates(OLD, PRODUCT):
+        table.bar(choice.variant.name, "wrong")
+    with pytest.raises(VkfoldError, match="every variant of matmul for 1x40x48x64 is barred"):
+        select(OLD, PRODUCT, KEY, table)
+
+
+def test_table_survives_and_bad_files_do_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What was noted is read back; damaged, foreign and oddly shaped files are empty, with a warning."""
+    path, about = tmp_path / "deep" / "table.json", {"device": "one"}
+    table = TuningTable(path, about)
+    table.note_checked("kernel")
+    table.bar("tile", "reason")
+    table.note_times(KEY, {"tile": 0.25})
+    again = TuningTable(path, about)
+    assert (again.checked, again.barred, again.times) == ({"kernel"}, {"tile": "reason"}, {KEY: {"tile": 0.25}})
+    good = path.read_text()
+    broken = [good[:-20], "", "[]", '{"format": 1}', good.replace("0.25", '"fast"'), good.replace('"one"', '"two"')]
+    for text in broken:
+        path.write_text(text)
+        caplog.clear()
+        empty = TuningTable(path, about)
+        assert not (empty.checked or empty.barred or empty.times), text
+        assert "is not used" in caplog.text, text
+    empty.note_checked("kernel")
+    assert TuningTable(path, about).checked == {"kernel"}
+
+
+def test_key_holds_device_driver_and_kernels(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another driver, another device, other kernels: another file."""
+    physical = fresh.device.physical
+    path = TuningTable.of_device(physical, "hash").path
+    for other in (
+        TuningTable.of_device(physical, "other"),
+        TuningTable.of_device(dataclasses.replace(physical, uuid="1" * 32), "hash"),
+        TuningTable.of_device(dataclasses.replace(physical, driver_version=77), "hash"),
+        TuningTable.of_device(dataclasses.replace(physical, driver_info="Mesa 99"), "hash"),
+    ):
+        assert other.path != path
+    assert TuningTable.of_device(physical, "hash").path == path
+
+
+def test_tuning_is_kept_used_and_changes_no_bit(
+    fresh: VulkanEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured once; the next engine takes the fastest from the file, says why, and gives the same bits."""
+    before = product(fresh)
+    measured = tune_product(fresh.recorder, LAYOUT, "NN", rounds=2)
+    assert measured.key == KEY and len(measured.seconds) > 1 and all(t > 0 for t in measured.seconds.values())
+    assert np.array_equal(product(fresh).view(np.uint32), before.view(np.uint32))
+    path = MatmulChooser.of(fresh.recorder).table.path
+    assert path is not None and json.loads(path.read_text())["times"][KEY] == measured.seconds
+    # Whatever was the fastest: let the slowest be it, so that the table and not the estimate must have decided.
+    slowest = max(measured.seconds, key=lambda name: measured.seconds[name])
+    data = json.loads(path.read_text())
+    data["times"][KEY][slowest] = 1e-9
+    path.write_text(json.dumps(data))
+    monkeypatch.setenv("VKFOLD_LOG", "info")
+    with VulkanEngine() as second:
+        assert np.array_equal(product(second).view(np.uint32), before.view(np.uint32))
+        assert f"{KEY}: {slowest} (measured 1e-06 ms" in caplog.text
+        caplog.clear()
+        monkeypatch.setenv("VKFOLD_TUNE", "0")
+        product(second)
+        assert f"{KEY}: {least_estimate(MatmulChooser.of(second.recorder).device, PRODUCT).name} (least" in caplog.text
+
+
+def test_host_clock_where_there_are_no_timestamps(fresh: VulkanEngine) -> None:
+    """Both clocks see the same work, the host's with the submit on top."""
+    aside = fresh.recorder.aside()
+    buffer = fresh.device.create_buffer(2**22, host_visible=False)
+    try:
+        for timer in (Timer(aside), Timer(aside, no_timestamps=True)):
+            seconds = [timer.seconds(lambda: aside.fill_buffer(buffer, 0, 2**22, 1)) for _ in range(3)]
+            assert all(0 < second < 5 for second in seconds)
+            timer.close()
+    finally:
+        aside.close()
+        fresh.device.destroy_buffer(buffer)
+
+
+@pytest.fixture
+def wrong(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> Choice:
+    """The choice for PRODUCT, whose kernel now leaves out the last value of k."""
+    choice = MatmulChooser.of(fresh.recorder).choose(PRODUCT)
+
+    def damaged(variant: Variant, subgroup_size: int, resumes: bool = False) -> Kernel:
+        kernel = matmul_kernel(variant, subgroup_size, resumes)
+        if variant != choice.variant:
+            return kernel
+        text = kernel.glsl.partition("#line 1\n")[2].replace("k_end = args.k;", "k_end = args.k - 1u;")
+        assert "args.k - 1u" in text and read_shader("matmul.comp") not in text
+        args = matmul_launch._ARGS
+        return Kernel(kernel.name, text, args, subgroups=kernel.subgroups, defines=kernel.defines)
+
+    monkeypatch.setattr(matmul_launch, "matmul_kernel", damaged)
+    return choice
+
+
+def test_a_wrong_variant_is_barred_and_reported(
+    fresh: VulkanEngine, wrong: Choice, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before it computes anything anybody sees; for good; and it cannot be forced."""
+    rng = np.random.default_rng(3)
+    a, b = rng.standard_normal((40, 64)), rng.standard_normal((64, 48))
+    result = product(fresh)
+    np.testing.assert_allclose(result, a.astype(np.float32) @ b.astype(np.float32), rtol=1e-4, atol=1e-4)
+    name = wrong.variant.name
+    assert f"matmul variant {name} is barred on this device" in caplog.text and "elements differ" in caplog.text
+    chooser = MatmulChooser.of(fresh.recorder)
+    assert name in chooser.table.barred
+    assert chooser.choose(PRODUCT).variant != wrong.variant
+    assert name not in tune_product(fresh.recorder, LAYOUT, "NN", rounds=1).seconds
+    with forced_variant(name), pytest.raises(VkfoldError, match=f"{name} is forced and barred"):
+        product(fresh)
+    with VulkanEngine() as second:
+        assert MatmulChooser.of(second.recorder).choose(PRODUCT).variant != wrong.variant
+
+
+def test_a_forced_wrong_variant_is_refused(fresh: VulkanEngine, wrong: Choice) -> None:
+    """Forcing one that was never checked checks it first."""
+    with forced_variant(wrong.name), pytest.raises(VkfoldError, match="is forced and barred"):
+        product(fresh)
+
+
+def test_each_kernel_is_checked_once(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the life of the table, not of the process."""
+    product(fresh)
+    with VulkanEngine() as second:
+        table = MatmulChooser.of(second.recorder).table
+        assert table.checked
+        monkeypatch.setattr(table, "note_checked", lambda kernel: pytest.fail(f"{kernel} was checked again"))
+        product(second)
+
+
+def test_hash_of_the_kernels_is_stable() -> None:
+    """Two calls, one file name."""
+    assert variant_choice._kernel_hash() == variant_choice._kernel_hash()
+    assert len(variant_choice._kernel_hash()) == 12
