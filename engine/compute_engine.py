@@ -13,7 +13,7 @@ from .dtypes import numpy_dtype
 from .host_copy import HostCopy
 from .host_memory import process_bytes
 from .host_values import array_of, checked_spec, stored
-from .input_checks import check_inputs, input_name, not_a_tensor
+from .input_checks import check_inputs, described, input_name, not_a_tensor
 from .one_thread import OneThread
 from .op import Cost, Op
 from .replay_stats import ReplayStats
@@ -182,9 +182,14 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
     def restore(self, copy: HostCopy) -> Tensor:
         """A tensor with the values that were offloaded. Does not wait.
 
-        As long as that tensor exists, restoring again returns it and copies nothing.
+        As long as that tensor exists, restoring again returns it and copies nothing. Raises TypeError for what is no
+        copy, ValueError for one of another engine.
         """
         self.check_open()
+        if not isinstance(copy, HostCopy):
+            raise TypeError(f"restore: {described(copy)}, where what engine.offload(tensor) returned is needed")
+        if copy.engine is not self:
+            raise ValueError(f"restore: the copy was made by another engine, {copy.engine.label}; this is {self.label}")
         tensor = copy.restored
         if tensor is None:
             tensor = copy.restored = self._copy_from_host(copy)

@@ -86,7 +86,7 @@ class CpuEngine(ComputeEngine):
     def _copy_to_host(self, tensor: Tensor) -> HostCopy:
         held = self._view(tensor).copy()
         self.host_ledger.allocate(held.nbytes)
-        return HostCopy(tensor.spec, Storage(held, held.nbytes, 0, self._give_back_host))
+        return HostCopy(self, tensor.spec, Storage(held, held.nbytes, 0, self._give_back_host))
 
     def _give_back_host(self, storage: Storage) -> None:
         self._return(storage, self._free_host)

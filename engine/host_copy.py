@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING
 
 from .tensor import Storage, Tensor, TensorSpec
+
+if TYPE_CHECKING:
+    from .compute_engine import ComputeEngine
 
 
 class HostCopy:
@@ -14,9 +18,10 @@ class HostCopy:
     long as somebody holds that: restoring again gives the same one.
     """
 
-    __slots__ = ("_restored", "spec", "storage")
+    __slots__ = ("_restored", "engine", "spec", "storage")
 
-    def __init__(self, spec: TensorSpec, storage: Storage) -> None:
+    def __init__(self, engine: ComputeEngine, spec: TensorSpec, storage: Storage) -> None:
+        self.engine = engine
         self.spec = spec
         self.storage = storage
         self._restored: weakref.ref[Tensor] | None = None

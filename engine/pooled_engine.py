@@ -120,7 +120,7 @@ class PooledEngine(ComputeEngine):
             range_ = self.host_pool.allocate(tensor.nbytes)
         storage = Storage(range_, tensor.nbytes, 0, self._give_back_host)
         self._record_offload(tensor, range_)
-        return HostCopy(tensor.spec, storage)
+        return HostCopy(self, tensor.spec, storage)
 
     def _give_back_host(self, storage: Storage) -> None:
         if not self.closed:

@@ -265,6 +265,7 @@ class VulkanEngine(PooledEngine):
 
     def driver_memory(self) -> DriverMemory | None:
         """Device memory as VK_EXT_memory_budget counts it; process memory on software drivers and without it."""
+        self.check_open()
         used = self.device.memory_used()
         return super().driver_memory() if used is None else DriverMemory(MEMORY_BUDGET, used)
 

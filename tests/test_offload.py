@@ -98,3 +98,27 @@ def test_a_host_that_is_full_names_its_pool() -> None:
         with pytest.raises(MemoryError, match="'host'"):
             engine.offload(tensor)
         engine.offload(tensor.rows(0, 2**10))
+
+
+def test_what_cannot_be_moved_is_named(vulkan: VulkanEngine, cpu: CpuEngine) -> None:
+    mine, other = vulkan.tensor(np.arange(5.0)), cpu.tensor(np.arange(5.0))
+    with pytest.raises(ValueError, match="offload: the tensor lives on another engine, cpu"):
+        vulkan.offload(other)
+    with pytest.raises(TypeError, match=r"offload: the argument is a NumPy array of shape \(5,\)"):
+        vulkan.offload(np.arange(5.0))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="restore: the copy was made by another engine, cpu"):
+        vulkan.restore(cpu.offload(other))
+    with pytest.raises(ValueError, match="restore: the copy was made by another engine"):
+        PlanEngine().restore(vulkan.offload(mine))
+    for wrong in (mine, None, 3):
+        with pytest.raises(TypeError, match=r"restore: .*, where what engine\.offload\(tensor\) returned is needed"):
+            vulkan.restore(wrong)  # type: ignore[arg-type]
+
+
+def test_a_closed_engine_moves_nothing() -> None:
+    with VulkanEngine() as engine:
+        tensor = engine.tensor(np.arange(5.0))
+        copy = engine.offload(tensor)
+    for use in (lambda: engine.offload(tensor), lambda: engine.restore(copy)):
+        with pytest.raises(RuntimeError, match="is closed"):
+            use()
