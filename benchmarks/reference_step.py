@@ -105,6 +105,7 @@ def measure(engine: VulkanEngine, config: EstimateConfig, vocab_size: int) -> di
         "allocated_bytes": memory.most_bytes,
         "driver_source": getattr(engine.driver_memory(), "source", None),
         "driver_bytes": used,
+        "staging_bytes": engine.staging_bytes(),
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "updated": result.updated,
@@ -169,6 +170,7 @@ def report(device: str, expected: dict[str, Any], found: dict[str, Any]) -> None
         same = "as planned" if expected["pool"].get(name) == pool else f"planned {expected['pool'].get(name)}"
         figures = ", ".join(f"{key} {pool[key]:,}" for key in ("blocks", "allocated_bytes", "peak_live_bytes"))
         print(f"pool {name} after the step ({same}): {figures}, peak_reserved_bytes {pool['peak_reserved_bytes']:,}")
+    print(f"staging and step parameters, beside the pools: {found['staging_bytes']:,} bytes")
     for phase, nbytes in found["driver_bytes"].items():
         print(f"{found['driver_source']} after {phase}: {nbytes:,} bytes more than before the model was made")
 

@@ -220,6 +220,10 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
     def pool_stats(self) -> dict[str, Any]:
         """Statistics of each pool by name. Never empty. "host" (of `offload`) is there once it was used."""
 
+    def staging_bytes(self) -> int:
+        """Bytes of device and driver memory beside the pools, never counted with theirs; 0 where there is none."""
+        return 0
+
     def driver_memory(self) -> DriverMemory | None:
         """What others count of this process's memory, to be set beside `pool_stats`; None where nothing tells.
 

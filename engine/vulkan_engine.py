@@ -107,8 +107,8 @@ class VulkanEngine(PooledEngine):
         self.source = VulkanBlockSource(self.device, self.recorder, budget)
         if block_bytes is None:  # the strictest debug level copies all blocks around every op
             block_bytes = DEFAULT_BLOCK_BYTES if self.debug < 3 else 2**20
-        host_source = VulkanBlockSource(self.device, self.recorder, available_bytes(), host_visible=True)
-        super().__init__(self.source, host_source, block_bytes=block_bytes)
+        self._host_source = VulkanBlockSource(self.device, self.recorder, available_bytes(), host_visible=True)
+        super().__init__(self.source, self._host_source, block_bytes=block_bytes)
         self.name = physical.name
         self._in_batch = False
         self._step_buffer = self.device.create_buffer(step_parameters.SIZE_BYTES, host_visible=False)
@@ -262,6 +262,14 @@ class VulkanEngine(PooledEngine):
         self.recorder.wait()
         if self._checks is not None:
             self._checks.check_guards()
+
+    def staging_bytes(self) -> int:
+        """Bytes of driver buffers outside the pools: staging, step parameters, host data of captured steps.
+
+        Right after `end_batch`; in a batch also blocks that were returned and wait for its fence.
+        """
+        pools = self.source.reserved_bytes + self._host_source.reserved_bytes
+        return self.device.buffer_bytes - pools
 
     def driver_memory(self) -> DriverMemory | None:
         """Device memory as VK_EXT_memory_budget counts it; process memory on software drivers and without it."""

@@ -106,6 +106,7 @@ def test_a_small_reference_step_is_as_planned(options: list[str], monkeypatch: p
     assert told["measured"]["peak_bytes"] == told["planned"]["peak_bytes"] > 0
     assert told["measured"]["allocated_bytes"] == told["planned"]["peak_reserved_bytes"]
     assert told["measured"]["loss"] == pytest.approx(np.log(301), rel=0.1)
+    assert 2**22 <= told["measured"]["staging_bytes"] <= 5 * 2**22  # 4 MiB each, 4 at most are kept
     assert set(told["measured"]["driver_bytes"]) == {"forward", "backward", "optimizer"}
 
 

@@ -215,6 +215,7 @@ def test_log_lines(text: Path, tmp_path: Path, engine: str) -> None:
     for line in steps:
         assert set(line) >= {"step", "loss", "learning_rate", "grad_norm", "time", "tokens_per_s", "pool_stats"}
         assert set(line["pool_stats"]) == {"forward", "backward", "optimizer"}
+        assert line["staging_bytes"] <= 20 * 2**20 and (line["staging_bytes"] > 0) == (engine == "vulkan")
         assert line["driver_memory"]["source"] in ("process memory", "VK_EXT_memory_budget")
         assert line["driver_memory"]["used_bytes"] > line["pool_stats"]["optimizer"].get("parameter", {}).get(
             "live_bytes", 0

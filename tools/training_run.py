@@ -163,6 +163,7 @@ class TrainingRun:
             replayed=result.replayed,
             pool_stats=self._pool_stats,
             driver_memory=None if driver is None else driver._asdict(),
+            staging_bytes=self.engine.staging_bytes(),
         )
         progress.step(self.step, result.loss, rate, result.grad_norm, speed)
 
