@@ -1,6 +1,7 @@
 """`python -m vkfold`: the devices there are, what is used of them, the folders of caches, the switches that are set.
 
-`python -m vkfold kernels` lists the kernels instead (tools/kernels.py).
+`python -m vkfold kernels` lists the kernels instead (tools/kernels.py), `python -m vkfold tune` measures the variants
+of matmul (tools/tune.py). Installed, the same program is called `vkfold`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .engine.errors import VkfoldError
 from .engine.kernel import SHADER_DIR
 from .engine.physical_device import PhysicalDevice
 from .engine.vulkan_api import Instance
-from .tools import kernels
+from .tools import kernels, tune
 
 _USED = ("bufferDeviceAddress", "subgroupSizeControl", "computeFullSubgroups", "subgroupBroadcastDynamicId")
 
@@ -28,7 +29,9 @@ def main(arguments: Sequence[str] = ()) -> int:
     if arguments:
         if arguments[0] == "kernels":
             return kernels.main(arguments[1:])
-        print(f"python -m vkfold takes nothing, or `kernels`, not {arguments[0]!r}", file=sys.stderr)
+        if arguments[0] == "tune":
+            return tune.main(arguments[1:])
+        print(f"vkfold takes nothing, `kernels` or `tune`, not {arguments[0]!r}", file=sys.stderr)
         return 2
     console = Console(highlight=False)
     code = 0
@@ -140,5 +143,10 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.1f} GiB"
 
 
+def program() -> int:
+    """The console script `vkfold`."""
+    return main(sys.argv[1:])
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(program())

@@ -1,0 +1,146 @@
+"""`vkfold tune` and kernel_lab, as people run them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vkfold.__main__ import main as vkfold_main
+from vkfold.engine.compute_engine import ComputeEngine
+from vkfold.engine.cpu_engine import CpuEngine
+from vkfold.engine.errors import BadInputError
+from vkfold.engine.matmul_variants import Product
+from vkfold.engine.tensor import Tensor
+from vkfold.tools import kernel_lab, tune
+from vkfold.tools.run_config import RunConfig
+
+from .op_checks import EPS32
+
+
+def test_shapes_from_text() -> None:
+    """Batches and layouts; strides are those of the layout."""
+    products = tune.products_of_text("5x6x7, 2x5x6x7:NT,5x6x7:TT")
+    assert [(layout.product, letters) for layout, letters in products] == [
+        (Product(1, 5, 6, 7), "NN"),
+        (Product(2, 5, 6, 7), "NT"),
+        (Product(1, 5, 6, 7), "TT"),
+    ]
+    plain, batched, turned = (layout for layout, _ in products)
+    assert (plain.a_row, plain.a_k, plain.b_col, plain.b_k) == (7, 1, 1, 6)
+    assert (batched.batch_a, batched.batch_b, batched.b_col, batched.b_k) == (35, 42, 7, 1)
+    assert (turned.a_row, turned.a_k) == (1, 5)
+    for text in ("5x6", "5x6x7:NX", "axbxc", "0x5x6", "", "5x6x7x8x9"):
+        with pytest.raises(BadInputError):
+            tune.products_of_text(text)
+
+
+def test_products_of_a_step() -> None:
+    """Forward is NN, the input's gradient NT, the weight's TN; blocks of a model repeat the same products."""
+    config = RunConfig(inputs=[], d_model=16, num_layers=3, num_heads=2, seq_len=8, batch_size=2)
+    products = tune.products_of_step(config, 64)
+    assert {letters for _, letters in products} == {"NN", "NT", "TN"}
+    head = {letters: n for (layout, letters), n in products.items() if 64 in layout.product and 16 in layout.product}
+    assert head == {"NN": 1, "NT": 1, "TN": 1}
+    assert {times for (layout, _), times in products.items() if 48 in layout.product} == {3}  # qkv of three blocks
+
+
+def report(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+def test_tune_measures_once(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path) -> None:
+    """The second time what was measured is shown; --again measures anew."""
+    monkeypatch.setenv("VKFOLD_CACHE_DIR", str(tmp_path))
+    arguments = ["tune", "--shapes", "24x40x16:NT", "--rounds", "1", "--json"]
+    assert vkfold_main(arguments) == 0
+    first = report(capsys)
+    (row,) = first["products"]
+    assert row["product"] == "matmul 1x24x40x16 NT" and row["best"] == next(iter(row["all_ms"])) and row["note"] == ""
+    assert Path(first["file"]).is_file() and first["barred"] == {}
+    assert vkfold_main(arguments) == 0
+    (again,) = report(capsys)["products"]
+    assert again == {**row, "note": "measured before"}
+    assert vkfold_main([*arguments, "--again"]) == 0
+    assert report(capsys)["products"][0]["note"] == ""
+    assert vkfold_main(arguments[:-1]) == 0
+    text = capsys.readouterr().out
+    assert "matmul 1x24x40x16 NT" in text and f"kept in {first['file']}" in text
+
+
+def test_tune_takes_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path) -> None:
+    """The options of text_train."""
+    monkeypatch.setenv("VKFOLD_CACHE_DIR", str(tmp_path))
+    small = {"d-model": 8, "num-layers": 1, "num-heads": 1, "seq-len": 4, "batch-size": 1, "rounds": 1}
+    assert vkfold_main(["tune", *(f"--{name}={value}" for name, value in small.items()), "--json"]) == 0
+    rows = report(capsys)["products"]
+    assert len(rows) > 6 and all(row["ms"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tune", "--shapes", "big"], "'big' is no product"),
+        (["tune", "--rounds", "0"], "rounds"),
+        (["turn"], "takes nothing, `kernels` or `tune`"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert vkfold_main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_lab_checks_and_measures_matmul(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every variant, against the roof."""
+    assert kernel_lab.main(["matmul", "20x36x24", "--layout", "TN", "--rounds", "2", "--json"]) == 0
+    found = report(capsys)
+    assert found["right"] and len(found["results"]) > 3
+    for row in found["results"]:
+        assert 0 < row["error"] <= 1 and row["same_bits"] and row["seconds"] > 0
+        assert row["flops_per_second"] == pytest.approx(2 * 20 * 36 * 24 / row["seconds"])
+    seconds = [row["seconds"] for row in found["results"]]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("name", sorted(kernel_lab.SUBJECTS))
+def test_lab_checks_other_ops(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "1x2x9x8" if name == "attention" else "5x24"
+    assert kernel_lab.main([name, shape, "--check-only"]) == 0
+    assert "equal" in capsys.readouterr().out
+
+
+def test_lab_tells_wrong_results(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that computes something else on the device: exit code 1."""
+
+    def call(engine: ComputeEngine, x: Tensor, y: Tensor) -> Tensor:
+        return engine.add(x, y) if isinstance(engine, CpuEngine) else engine.multiply(x, y)
+
+    monkeypatch.setitem(kernel_lab.SUBJECTS, "add", kernel_lab.SUBJECTS["add"]._replace(call=call))
+    assert kernel_lab.main(["add", "4x4", "--check-only"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["matmul"], "takes an op and a shape"),
+        (["conv", "4x4"], "no op 'conv' in the lab: there are add"),
+        (["softmax", "4x4x4"], "no shape for softmax: write ROWSxCOLS"),
+        (["softmax", "4x0"], "greater than 0"),
+    ],
+)
+def test_lab_bad_arguments(words: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernel_lab.main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_lab_bounds_are_of_the_arithmetic() -> None:
+    """Matmul: 2 k 2^-24 |A| |B|, whatever the layout."""
+    a, b = np.full((3, 2), -2.0, np.float32), np.full((3, 4), 5.0, np.float32)
+    subject = kernel_lab.matmul_subject("TN")
+    allowed = kernel_lab.allowed_error("matmul", subject, (2, 4, 3), (a, b), np.zeros((2, 4)))
+    assert np.array_equal(allowed, np.full((2, 4), 2 * 3 * EPS32 * 30))
