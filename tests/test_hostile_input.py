@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -99,6 +101,22 @@ def test_a_killed_run_leaves_no_lock(saved: Path) -> None:
 
 def test_save_folder_that_is_a_file(capsys: pytest.CaptureFixture[str], text: Path, no_device: None) -> None:
     assert "cannot write into the save folder" in message_of(capsys, text, *SMALL, "--save", text)
+
+
+def test_a_disk_too_small_for_a_save(
+    capsys: pytest.CaptureFixture[str], text: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told before the first step, not after the last one; the figure is that of the files."""
+    save_bytes = sum(
+        (saved / "step-00000002" / f"{name}.safetensors").stat().st_size for name in ("model", "optimizer")
+    )
+    free = save_bytes - 8000  # what the files have beside the numbers is less
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    shown = message_of(capsys, text, *SMALL, "--save", text.parent / "new")
+    assert f"{text.parent / 'new'} has {free / 1e6:.1f} MB free" in shown
+    assert text_train.main([str(text), *SMALL]) == 0
+    free = save_bytes
+    assert text_train.main([str(text), *SMALL, "--save", str(text.parent / "new")]) == 0
 
 
 def test_keep_0_keeps_all(text: Path, tmp_path: Path) -> None:

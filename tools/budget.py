@@ -28,6 +28,14 @@ def planned_peak_bytes(config: RunConfig, vocab_size: int) -> int:
     return sum(pool.stats().peak_live_bytes for pool in engine.pools.values())
 
 
+def planned_save_bytes(config: RunConfig, vocab_size: int) -> int:
+    """Bytes of weights and moments, which are nearly all of a save."""
+    engine = PlanEngine()
+    optimizer = make_optimizer(make_model(engine, config, vocab_size), config)
+    weights = sum(parameter.data.nbytes for parameter in optimizer.parameters.values())
+    return weights + sum(tensor.nbytes for tensor in optimizer.named_moments().values())
+
+
 def check_budget(config: RunConfig, vocab_size: int, budget: int) -> int:
     """The planned peak in bytes. Raises BadInputError when it is over the budget, saying what would fit."""
     peak = _peak_or_none(config, vocab_size)

@@ -73,6 +73,16 @@ def check_save_folder(root: Path, *, resuming: bool) -> None:
         )
 
 
+def check_disk_space(root: Path, save_bytes: int) -> None:
+    """Raises BadInputError when the disk has no room for one save of so many bytes."""
+    free = shutil.disk_usage(root).free
+    if free < save_bytes:
+        raise BadInputError(
+            f"a save takes about {save_bytes / 1e6:,.1f} MB, and {root} has {free / 1e6:,.1f} MB free: "
+            f"make room, or choose another --save folder"
+        )
+
+
 @contextmanager
 def lock_save_folder(root: Path) -> Iterator[None]:
     """Keep other runs out of the folder until the end of the block, or of this process, however it ends.

@@ -12,7 +12,7 @@ from ..engine.errors import BadInputError
 from ..engine.plan_engine import PlanEngine
 from ..engine.switches import cache_folder
 from ..nn.sampling import Sampler
-from .budget import check_budget
+from .budget import check_budget, planned_save_bytes
 from .console import run_program
 from .generation import generate_bytes
 from .memory_budget import within_memory_budget
@@ -22,7 +22,7 @@ from .options import parse_options
 from .progress import check_log
 from .run_config import RunConfig, check_config, resumed_config
 from .run_state import RunState
-from .saves import Save, check_save_folder, lock_save_folder, open_save
+from .saves import Save, check_disk_space, check_save_folder, lock_save_folder, open_save
 from .text_data import ShuffledWindows
 from .training_data import TrainingData, check_windows, copy_tokens, new_data, resumed_data
 from .training_run import Outcome, TrainingRun
@@ -74,6 +74,8 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
             make_optimizer(make_model(PlanEngine(), chosen, vocab_size, weights), chosen, moments)
         engine = stack.enter_context(make_engine(config.engine, config.device))
         peak = check_budget(chosen, vocab_size, budget_bytes(engine))
+        if root is not None:
+            check_disk_space(root, planned_save_bytes(chosen, vocab_size))
         timeline = None if config.memory_timeline is None else MemoryTimeline(engine, Path(config.memory_timeline))
         model = make_model(engine, chosen, vocab_size, weights)
         optimizer = make_optimizer(model, config, moments)
