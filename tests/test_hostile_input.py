@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -339,6 +340,26 @@ for line in sys.stdin.read().splitlines():
 )
 def test_numbers_beyond_sense(capsys: pytest.CaptureFixture[str], text: Path, argv: str) -> None:
     message_of(capsys, text, *SMALL, *argv.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ("", "A smaller --lr may help"),
+        ("--max-norm 0", "A smaller --lr or --max-norm 1 may help"),
+        ("--max-steps 100", "A smaller --lr or a longer --warmup-steps may help"),
+        ("--max-steps 100 --max-norm 0", "A smaller --lr, a longer --warmup-steps or --max-norm 1 may help"),
+        ("--fused-update --max-norm 0", "A smaller --lr may help"),
+    ],
+)
+def test_advice_where_training_blows_up(
+    capsys: pytest.CaptureFixture[str], text: Path, options: str, advice: str
+) -> None:
+    """Nothing is advised that is in use already."""
+    assert text_train.main([str(text), *SMALL, "--lr", "1e30", *options.split()]) == 1
+    shown = capsys.readouterr().err
+    assert re.search(r"step 2: the (loss|gradient of \S+) is not finite \((loss|norm) (nan|inf)\)", shown)
+    assert shown.strip().endswith(advice)
 
 
 # -- interruptions -----------------------------------------------------------------------------------------------------

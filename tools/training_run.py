@@ -132,7 +132,7 @@ class TrainingRun:
             if result.updated:
                 kept = (
                     "other weights were updated before it was known (--fused-update), so this state is not saved: "
-                    "resume from the last save"
+                    + ("resume from the last save" if self.root else "start again")
                 )
             else:
                 self.windows = ShuffledWindows(len(self.data.train), config.seed, *cursor)
