@@ -14,6 +14,7 @@ from .ops import add_bias as add_bias_op
 from .ops import affine as affine_op
 from .ops import attention as attention_op
 from .ops import attention_qkv as attention_qkv_op
+from .ops import attention_sinks as attention_sinks_op
 from .ops import cast as cast_op
 from .ops import column_sum as column_sum_op
 from .ops import copy as copy_op
@@ -56,6 +57,7 @@ class OpVerbs:
     attention_backward = attention_op.attention_backward
     attention_qkv = attention_qkv_op.attention_qkv
     attention_qkv_backward = attention_qkv_op.attention_qkv_backward
+    attention_sinks_backward = attention_sinks_op.attention_sinks_backward
     cast = cast_op.cast
     column_sum = column_sum_op.column_sum
     copy = copy_op.copy

@@ -1,16 +1,18 @@
 // Attention backward for keys and values: a lane holds k, v, dK and dV of ROWS key rows in registers and walks over the
 // queries that see them, of all query heads of the group in order, so nothing is ever added up by two tiles. A dispatch
-// takes num_members heads of each group from first_member on; with CONTINUES it goes on with the sums of the one before.
-#include "exp.glsl"
+// takes `members` of each group (first in the low half, number in the high one); with CONTINUES it goes on with the sums
+// of the dispatch before.
 #include "attention_common.glsl"
+#define KEY(r) (tile * tile_rows + (r) * gl_SubgroupSize + lane)
 
 void main() {
     const uint lane = gl_SubgroupInvocationID;
     const uint tile_rows = gl_SubgroupSize * ROWS;
-    const uint tile = balanced_tile(group_index() % args.tiles, args.tiles);
-    const uint batch = group_index() / args.tiles / args.num_kv_heads;
-    const uint kv_head = group_index() / args.tiles % args.num_kv_heads;
-    const uint group = args.num_heads / args.num_kv_heads;
+    const uint tiles = (args.num_keys + tile_rows - 1u) / tile_rows;
+    const uint tile = balanced_tile(group_index() % tiles, tiles);
+    const uint batch = group_index() / tiles / NUM_KV_HEADS;
+    const uint kv_head = group_index() / tiles % NUM_KV_HEADS;
+    const uint group = NUM_HEADS / NUM_KV_HEADS;
     const int offset = int(args.num_keys) - int(args.num_queries);  // position of query 0
     const int past = int(args.num_keys);  // one past the position of the last query
     const int limit = key_limit(batch);
@@ -19,7 +21,7 @@ void main() {
     int low[ROWS], count[ROWS];
     UNROLL for (uint r = 0; r < ROWS; r++) {
         const uint row = tile * tile_rows + r * gl_SubgroupSize + lane;
-        const ivec2 seen = positions_of_key(int(row), limit, offset, past);
+        const ivec2 seen = positions_of_key(int(row), limit, offset, past, batch);
         low[r] = seen.x;
         count[r] = max(seen.y - seen.x, 0);
         const uint at = (batch * args.num_keys + min(row, args.num_keys - 1u)) * args.kv_row + kv_head * HEAD_DIM;
@@ -39,13 +41,14 @@ void main() {
     // Query rows that any key of the tile is seen by; keys past the limit are seen by none.
     const int first = int(tile * tile_rows);
     const int last = min(first + int(tile_rows), limit) - 1;
-    const int begin = (positions_of_key(first, past, offset, past).x - offset) / KEYS * KEYS;
-    const int end = last < first ? begin : positions_of_key(last, past, offset, past).y - offset;
+    const int begin = (positions_of_key(first, past, offset, past, batch).x - offset) / KEYS * KEYS;
+    const int end = last < first ? begin : positions_of_key(last, past, offset, past, batch).y - offset;
     const int my_query = int(lane % KEYS);
     const uint my_dim = lane / KEYS % DIMS;
-    for (uint member = 0; member < args.num_members; member++) {
-        const uint head = kv_head * group + args.first_member + member;
-        const uint lse_base = (batch * args.num_heads + head) * args.num_queries;
+    for (uint member = 0; member < args.members >> 16; member++) {
+        const uint head = kv_head * group + (args.members & 0xFFFFu) + member;
+        const float head_value = HEAD_VALUE;
+        const uint lse_base = (batch * NUM_HEADS + head) * args.num_queries;
         for (int query = begin; query < end; query += KEYS) {
             const uint mine = uint(min(query + my_query, int(args.num_queries) - 1));
             const uint my_row = batch * args.num_queries + mine;
@@ -77,9 +80,11 @@ void main() {
                 UNROLL for (uint r = 0; r < ROWS; r++) {
                     const uint i = r * KEYS + j;
                     const bool seen = uint(offset + query + int(j) - low[r]) < uint(count[r]) && lse != NEGATIVE_INFINITY;
-                    const float p = seen ? exp_or_zero(s[i] * args.scale - lse) : 0.0;
+                    const float x = s[i] * args.scale;
+                    const int position = offset + query + int(j);
+                    const float p = seen ? exp_or_zero(SCORE(x, position, KEY(r)) - lse) : 0.0;
                     s[i] = p;
-                    d_p[i] = seen ? p * (d_p[i] - delta) * args.scale : 0.0;
+                    d_p[i] = seen ? p * (d_p[i] - delta) TIMES_SLOPE(x, position, KEY(r)) * args.scale : 0.0;
                 }
             }
             UNROLL for (uint c = 0; c < CHUNKS; c++) {

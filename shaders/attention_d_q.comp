@@ -1,26 +1,29 @@
 // Attention backward for queries: dQ, and delta = rowsum(dO * O), which attention_d_kv reads (Dao 2023, section 3.2).
 // Scores are computed again from q, k and the log-sum-exp; a lane holds q, dO and dQ of ROWS query rows in registers.
-#include "exp.glsl"
 #include "attention_common.glsl"
+#define POSITION(r) (offset + int(tile * tile_rows + (r) * gl_SubgroupSize + lane))
 
 void main() {
     const uint lane = gl_SubgroupInvocationID;
     const uint tile_rows = gl_SubgroupSize * ROWS;
-    const uint tile = balanced_tile(group_index() % args.tiles, args.tiles);
-    const uint batch = group_index() / args.tiles / args.num_heads;
-    const uint head = group_index() / args.tiles % args.num_heads;
-    const uint kv_head = head / (args.num_heads / args.num_kv_heads);
+    const uint tiles = (args.num_queries + tile_rows - 1u) / tile_rows;
+    const uint tile = balanced_tile(group_index() % tiles, tiles);
+    const uint batch = group_index() / tiles / NUM_HEADS;
+    const uint head = group_index() / tiles % NUM_HEADS;
+    const uint kv_head = head / (NUM_HEADS / NUM_KV_HEADS);
     const int offset = int(args.num_keys) - int(args.num_queries);
     const int limit = key_limit(batch);
+
+    const float head_value = HEAD_VALUE;
 
     float q[ROWS * HEAD_DIM], d_o[ROWS * HEAD_DIM], d_q[ROWS * HEAD_DIM], lse[ROWS], delta[ROWS];
     int low[ROWS], count[ROWS];
     UNROLL for (uint r = 0; r < ROWS; r++) {
         const uint row = tile * tile_rows + r * gl_SubgroupSize + lane;
         const uint real = min(row, args.num_queries - 1u);
-        const ivec2 seen = keys_of_query(offset + int(row), limit);
+        const ivec2 seen = keys_of_query(offset + int(row), limit, batch);
         low[r] = seen.x;
-        lse[r] = args.lse.v[(batch * args.num_heads + head) * args.num_queries + real];
+        lse[r] = args.lse.v[(batch * NUM_HEADS + head) * args.num_queries + real];
         count[r] = lse[r] == NEGATIVE_INFINITY ? 0 : max(seen.y - seen.x, 0);  // a row without weights has no gradient
         delta[r] = 0.0;
         const uint at = (batch * args.num_queries + real) * args.q_row + head * HEAD_DIM;
@@ -35,8 +38,8 @@ void main() {
 
     const int first = int(tile * tile_rows);
     const int last = min(first + int(tile_rows), int(args.num_queries)) - 1;
-    const int begin = keys_of_query(offset + first, limit).x / KEYS * KEYS;
-    const int end = keys_of_query(offset + last, limit).y;
+    const int begin = keys_of_query(offset + first, limit, batch).x / KEYS * KEYS;
+    const int end = keys_of_query(offset + last, limit, batch).y;
     const uint base = batch * args.num_keys * args.kv_row + kv_head * HEAD_DIM;
     const int my_key = int(lane % KEYS);
     const uint my_dim = lane / KEYS % DIMS;
@@ -65,7 +68,9 @@ void main() {
             UNROLL for (uint j = 0; j < KEYS; j++) {
                 const uint i = r * KEYS + j;
                 const bool seen = uint(key + int(j) - low[r]) < uint(count[r]);
-                s[i] = seen ? exp_or_zero(s[i] * args.scale - lse[r]) * (d_p[i] - delta[r]) * args.scale : 0.0;
+                const float x = s[i] * args.scale;
+                const float p = exp_or_zero(SCORE(x, POSITION(r), key + int(j)) - lse[r]);
+                s[i] = seen ? p * (d_p[i] - delta[r]) TIMES_SLOPE(x, POSITION(r), key + int(j)) * args.scale : 0.0;
             }
         }
         UNROLL for (uint c = 0; c < CHUNKS; c++) {
@@ -88,7 +93,7 @@ void main() {
         if (row < args.num_queries) {
             const uint at = (batch * args.num_queries + row) * args.q_row + head * HEAD_DIM;
             UNROLL for (uint d = 0; d < HEAD_DIM; d++) args.d_q.v[at + d] = d_q[r * HEAD_DIM + d];
-            args.delta.v[(batch * args.num_heads + head) * args.num_queries + row] = delta[r];
+            args.delta.v[(batch * NUM_HEADS + head) * args.num_queries + row] = delta[r];
         }
     }
 }

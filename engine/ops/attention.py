@@ -2,93 +2,67 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..input_checks import require_tensors
+from ..expr import Expr
 from ..kernel import Kernel
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
 from . import attention_launch as launcher
 from . import attention_rule as rule
-from .attention_launch import Mask, Part
+from .attention_launch import Part
+from .attention_rule import AttentionShape, Mask
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
 
 
+def _shape_of(q: Any, k: Any, v: Any) -> AttentionShape:
+    """Sizes from tensors, arrays or specs."""
+    return rule.separate_shape(*(s if isinstance(s, TensorSpec) else TensorSpec(s.shape) for s in (q, k, v)))
+
+
 class AttentionOp(Op):
-    """o, lse = attention(q, k, v, key_lengths)."""
+    """o, lse = attention(q, k, v, key_lengths, documents, sinks, head_values)."""
 
     name = "attention"
 
-    def outputs(
-        self, q: TensorSpec, k: TensorSpec, v: TensorSpec, key_lengths: TensorSpec | None, *, window: int, **_: Any
-    ) -> Sequence[TensorSpec]:
-        return q, rule.separate_shape(q, k, v, key_lengths, window).lse
+    def outputs(self, *specs: Any, **settings: Any) -> Sequence[TensorSpec]:
+        shape = rule.separate_shape(*specs[:3])
+        rule.check_mask(shape, Mask.of(specs[3:], settings))
+        return specs[0], shape.lse
 
-    def flops(
-        self, q: TensorSpec, k: TensorSpec, v: TensorSpec, *rest: Any, causal: bool, window: int, **_: Any
-    ) -> int:
-        return rule.flops(rule.separate_shape(q, k, v, None, window), causal, window, products=2)
+    def flops(self, *specs: Any, causal: bool, window: int, **_: Any) -> int:
+        return rule.flops(_shape_of(*specs[:3]), causal, window, products=2)
 
-    def reference(
-        self,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        key_lengths: np.ndarray | None,
-        *,
-        causal: bool,
-        window: int,
-        scale: float,
-    ) -> Sequence[np.ndarray]:
-        shape = _shape_of(q, k, v, window)
-        return rule.reference_forward(shape, q, k, v, key_lengths, causal, window, scale)
+    def reference(self, *arrays: Any, **settings: Any) -> Sequence[np.ndarray]:
+        q, k, v = arrays[:3]
+        return rule.reference_forward(_shape_of(q, k, v), Mask.of(arrays[3:], settings), q, k, v)
 
-    def launch(
-        self,
-        gpu: Recorder,
-        inputs: Sequence[Any],
-        outputs: Sequence[Tensor],
-        *,
-        causal: bool,
-        window: int,
-        scale: float,
-    ) -> None:
-        q, k, v, lengths = inputs
-        shape = rule.separate_shape(q.spec, k.spec, v.spec, None, window)
+    def launch(self, gpu: Recorder, inputs: Sequence[Any], outputs: Sequence[Tensor], **settings: Any) -> None:
+        q, k, v = inputs[:3]
         o, lse = outputs
-        mask = Mask(lengths, causal, window, scale)
-        launcher.launch_forward(gpu, shape, mask, [Part(q), Part(k), Part(v)], o, lse)
+        mask = Mask.of(inputs[3:], settings)
+        launcher.launch_forward(gpu, _shape_of(q, k, v), mask, [Part(q), Part(k), Part(v)], o, lse)
 
     def kernels(self) -> Iterable[Kernel]:
         return launcher.all_kernels("forward")
 
 
 class AttentionBackwardOp(Op):
-    """d_q, d_k, d_v = attention_backward(d_o, q, k, v, o, lse, key_lengths)."""
+    """d_q, d_k, d_v = attention_backward(d_o, q, k, v, o, lse, key_lengths, documents, sinks, head_values)."""
 
     name = "attention_backward"
 
-    def outputs(
-        self,
-        d_o: TensorSpec,
-        q: TensorSpec,
-        k: TensorSpec,
-        v: TensorSpec,
-        o: TensorSpec,
-        lse: TensorSpec,
-        key_lengths: TensorSpec | None,
-        *,
-        window: int,
-        **_: Any,
-    ) -> Sequence[TensorSpec]:
-        rule.check_backward(rule.separate_shape(q, k, v, key_lengths, window), d_o, o, lse)
+    def outputs(self, *specs: Any, **settings: Any) -> Sequence[TensorSpec]:
+        d_o, q, k, v, o, lse = specs[:6]
+        shape = rule.separate_shape(q, k, v)
+        rule.check_mask(shape, Mask.of(specs[6:], settings))
+        rule.check_backward(shape, d_o, o, lse)
         return q, k, v
 
     def scratch(self, *specs: TensorSpec | None, **settings: Any) -> Sequence[TensorSpec]:
@@ -96,59 +70,22 @@ class AttentionBackwardOp(Op):
         assert lse is not None
         return (lse,)  # rowsum(dO * O)
 
-    def flops(
-        self,
-        d_o: TensorSpec,
-        q: TensorSpec,
-        k: TensorSpec,
-        v: TensorSpec,
-        *rest: Any,
-        causal: bool,
-        window: int,
-        **_: Any,
-    ) -> int:
-        return rule.flops(rule.separate_shape(q, k, v, None, window), causal, window, products=7)
+    def flops(self, *specs: Any, causal: bool, window: int, **_: Any) -> int:
+        return rule.flops(_shape_of(*specs[1:4]), causal, window, products=7)
 
-    def reference(
-        self,
-        d_o: np.ndarray,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        o: np.ndarray,
-        lse: np.ndarray,
-        key_lengths: np.ndarray | None,
-        *,
-        causal: bool,
-        window: int,
-        scale: float,
-    ) -> Sequence[np.ndarray]:
-        shape = _shape_of(q, k, v, window)
-        return rule.reference_backward(shape, d_o, q, k, v, o, lse, key_lengths, causal, window, scale)
+    def reference(self, *arrays: Any, **settings: Any) -> Sequence[np.ndarray]:
+        d_o, q, k, v, o, lse = arrays[:6]
+        return rule.reference_backward(_shape_of(q, k, v), Mask.of(arrays[6:], settings), d_o, q, k, v, o, lse)
 
-    def launch(
-        self,
-        gpu: Recorder,
-        inputs: Sequence[Any],
-        outputs: Sequence[Tensor],
-        *,
-        causal: bool,
-        window: int,
-        scale: float,
-    ) -> None:
-        d_o, q, k, v, o, lse, lengths = inputs
+    def launch(self, gpu: Recorder, inputs: Sequence[Any], outputs: Sequence[Tensor], **settings: Any) -> None:
+        d_o, q, k, v, o, lse = inputs[:6]
         *gradients, delta = outputs
-        shape = rule.separate_shape(q.spec, k.spec, v.spec, None, window)
-        mask = Mask(lengths, causal, window, scale)
+        mask = Mask.of(inputs[6:], settings)
         parts = [Part(t) for t in gradients]
-        launcher.launch_backward(gpu, shape, mask, d_o, [Part(q), Part(k), Part(v)], o, lse, parts, delta)
+        launcher.launch_backward(gpu, _shape_of(q, k, v), mask, d_o, [Part(q), Part(k), Part(v)], o, lse, parts, delta)
 
     def kernels(self) -> Iterable[Kernel]:
         return launcher.all_kernels("d_q", "d_kv", "d_kv_more")
-
-
-def _shape_of(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int) -> rule.AttentionShape:
-    return rule.separate_shape(TensorSpec(q.shape), TensorSpec(k.shape), TensorSpec(v.shape), None, window)
 
 
 ATTENTION = register(AttentionOp())
@@ -164,18 +101,28 @@ def attention(
     causal: bool = True,
     window: int = 0,
     key_lengths: Tensor | None = None,
+    documents: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score: Expr | None = None,
+    head_values: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v, without ever holding the scores (Dao 2023, FlashAttention-2).
 
     q: [b, s, H, D]. k, v: [b, t, Hkv, D], Hkv dividing H (query head h uses key/value head h * Hkv // H). D up to 256.
     causal: query i, at position t - s + i, sees no later key. window: it sees keys less than `window` positions away
-    only (0: all). key_lengths: int32 [b], keys from there on are padding. scale: 1/sqrt(D) unless given.
+    only (0: all). key_lengths: int32 [b], keys from there on are padding. documents: int32 [b, t, 2] from
+    `document_ranges` (engine/attention_scores.py); a query sees keys of its own document only. sinks: [H], one score a
+    head that takes part in the softmax without a value (Xiao et al. 2024); their gradient: `attention_sinks_backward`.
+    score: an expression that replaces scale * q.k, as `alibi()` or `softcap(30.0)`, with head_values [H] for what it
+    calls HEAD (engine/attention_scores.py). scale: 1/sqrt(D) unless given. Blocks of keys that no row of a tile may see
+    by causal, window, key_lengths or documents are not visited; those that an expression makes -inf are.
     Returns o [b, s, H, D] and lse [b, H, s], the log-sum-exp of each row's scores. A row that sees nothing: 0 and -inf.
     Raises ValueError for shapes or types that do not fit.
     """
-    factor = _scale(q, scale)
-    o, lse = engine.execute(ATTENTION, (q, k, v, key_lengths), causal=bool(causal), window=int(window), scale=factor)
+    inputs = (q, k, v, key_lengths, documents, sinks, head_values)
+    settings = rule.settings_of(q.shape[-1] if q.ndim else 0, causal, window, scale, score)
+    o, lse = engine.execute(ATTENTION, inputs, **settings)
     return o, lse
 
 
@@ -191,6 +138,10 @@ def attention_backward(
     causal: bool = True,
     window: int = 0,
     key_lengths: Tensor | None = None,
+    documents: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score: Expr | None = None,
+    head_values: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attention` for q, k and v; scores are computed again block by block (Dao 2023, algorithm 2).
@@ -199,13 +150,7 @@ def attention_backward(
     d_k and d_v are sums over the query heads that share them. Deterministic: no atomics.
     Raises ValueError for shapes or types that do not fit.
     """
-    factor = _scale(q, scale)
-    inputs = (d_o, q, k, v, o, lse, key_lengths)
-    d_q, d_k, d_v = engine.execute(ATTENTION_BACKWARD, inputs, causal=bool(causal), window=int(window), scale=factor)
+    inputs = (d_o, q, k, v, o, lse, key_lengths, documents, sinks, head_values)
+    settings = rule.settings_of(q.shape[-1] if q.ndim else 0, causal, window, scale, score)
+    d_q, d_k, d_v = engine.execute(ATTENTION_BACKWARD, inputs, **settings)
     return d_q, d_k, d_v
-
-
-def _scale(q: Tensor, scale: float | None) -> float:
-    require_tensors("attention", q=q)
-    head_dim = q.shape[-1] if q.ndim else 0
-    return 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else float(scale)

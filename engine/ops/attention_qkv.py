@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..input_checks import require_tensors
+from ..expr import Expr
 from ..kernel import Kernel
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
 from . import attention_launch as launcher
 from . import attention_rule as rule
-from .attention_launch import Mask, Part
-from .attention_rule import AttentionShape
+from .attention_launch import Part
+from .attention_rule import AttentionShape, Mask
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
+
+
+def _shape_of(qkv: Any, settings: Any) -> AttentionShape:
+    """Sizes from a tensor, an array or a spec."""
+    spec = qkv if isinstance(qkv, TensorSpec) else TensorSpec(qkv.shape)
+    return rule.fused_shape(spec, settings["num_heads"], settings["num_kv_heads"])
 
 
 def _parts(qkv: Tensor, shape: AttentionShape) -> tuple[Part, Part, Part]:
@@ -33,92 +38,41 @@ def _split(qkv: np.ndarray, shape: AttentionShape) -> list[np.ndarray]:
 
 
 class AttentionQkvOp(Op):
-    """o, lse = attention_qkv(qkv, key_lengths)."""
+    """o, lse = attention_qkv(qkv, key_lengths, documents, sinks, head_values)."""
 
     name = "attention_qkv"
 
-    def outputs(
-        self,
-        qkv: TensorSpec,
-        key_lengths: TensorSpec | None,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        window: int,
-        **_: Any,
-    ) -> Sequence[TensorSpec]:
-        shape = rule.fused_shape(qkv, key_lengths, num_heads, num_kv_heads, window)
+    def outputs(self, *specs: Any, **settings: Any) -> Sequence[TensorSpec]:
+        shape = _shape_of(specs[0], settings)
+        rule.check_mask(shape, Mask.of(specs[1:], settings))
         return TensorSpec((shape.batch, shape.num_queries, shape.o_row)), shape.lse
 
-    def flops(
-        self,
-        qkv: TensorSpec,
-        *rest: Any,
-        num_heads: int,
-        num_kv_heads: int,
-        causal: bool,
-        window: int,
-        **_: Any,
-    ) -> int:
-        shape = rule.fused_shape(qkv, None, num_heads, num_kv_heads, window)
-        return rule.flops(shape, causal, window, products=2)
+    def flops(self, *specs: Any, **settings: Any) -> int:
+        return rule.flops(_shape_of(specs[0], settings), settings["causal"], settings["window"], products=2)
 
-    def reference(
-        self,
-        qkv: np.ndarray,
-        key_lengths: np.ndarray | None,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        causal: bool,
-        window: int,
-        scale: float,
-    ) -> Sequence[np.ndarray]:
-        shape = rule.fused_shape(TensorSpec(qkv.shape), None, num_heads, num_kv_heads, window)
-        q, k, v = _split(qkv, shape)
-        o, lse = rule.reference_forward(shape, q, k, v, key_lengths, causal, window, scale)
+    def reference(self, *arrays: Any, **settings: Any) -> Sequence[np.ndarray]:
+        shape = _shape_of(arrays[0], settings)
+        o, lse = rule.reference_forward(shape, Mask.of(arrays[1:], settings), *_split(arrays[0], shape))
         return o.reshape(shape.batch, shape.num_queries, shape.o_row), lse
 
-    def launch(
-        self,
-        gpu: Recorder,
-        inputs: Sequence[Any],
-        outputs: Sequence[Tensor],
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        causal: bool,
-        window: int,
-        scale: float,
-    ) -> None:
-        qkv, lengths = inputs
-        shape = rule.fused_shape(qkv.spec, None, num_heads, num_kv_heads, window)
+    def launch(self, gpu: Recorder, inputs: Sequence[Any], outputs: Sequence[Tensor], **settings: Any) -> None:
+        shape = _shape_of(inputs[0], settings)
         o, lse = outputs
-        launcher.launch_forward(gpu, shape, Mask(lengths, causal, window, scale), _parts(qkv, shape), o, lse)
+        launcher.launch_forward(gpu, shape, Mask.of(inputs[1:], settings), _parts(inputs[0], shape), o, lse)
 
     def kernels(self) -> Iterable[Kernel]:
         return launcher.all_kernels("forward")
 
 
 class AttentionQkvBackwardOp(Op):
-    """d_qkv = attention_qkv_backward(d_o, qkv, o, lse, key_lengths)."""
+    """d_qkv = attention_qkv_backward(d_o, qkv, o, lse, key_lengths, documents, sinks, head_values)."""
 
     name = "attention_qkv_backward"
 
-    def outputs(
-        self,
-        d_o: TensorSpec,
-        qkv: TensorSpec,
-        o: TensorSpec,
-        lse: TensorSpec,
-        key_lengths: TensorSpec | None,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        window: int,
-        **_: Any,
-    ) -> Sequence[TensorSpec]:
-        shape = rule.fused_shape(qkv, key_lengths, num_heads, num_kv_heads, window)
+    def outputs(self, *specs: Any, **settings: Any) -> Sequence[TensorSpec]:
+        d_o, qkv, o, lse = specs[:4]
+        shape = _shape_of(qkv, settings)
+        rule.check_mask(shape, Mask.of(specs[4:], settings))
         rule.check_backward(shape, d_o, o, lse)
         return (qkv,)
 
@@ -127,56 +81,22 @@ class AttentionQkvBackwardOp(Op):
         assert lse is not None
         return (lse,)  # rowsum(dO * O)
 
-    def flops(
-        self,
-        d_o: TensorSpec,
-        qkv: TensorSpec,
-        *rest: Any,
-        num_heads: int,
-        num_kv_heads: int,
-        causal: bool,
-        window: int,
-        **_: Any,
-    ) -> int:
-        shape = rule.fused_shape(qkv, None, num_heads, num_kv_heads, window)
-        return rule.flops(shape, causal, window, products=7)
+    def flops(self, *specs: Any, **settings: Any) -> int:
+        return rule.flops(_shape_of(specs[1], settings), settings["causal"], settings["window"], products=7)
 
-    def reference(
-        self,
-        d_o: np.ndarray,
-        qkv: np.ndarray,
-        o: np.ndarray,
-        lse: np.ndarray,
-        key_lengths: np.ndarray | None,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        causal: bool,
-        window: int,
-        scale: float,
-    ) -> Sequence[np.ndarray]:
-        shape = rule.fused_shape(TensorSpec(qkv.shape), None, num_heads, num_kv_heads, window)
+    def reference(self, *arrays: Any, **settings: Any) -> Sequence[np.ndarray]:
+        d_o, qkv, o, lse = arrays[:4]
+        shape = _shape_of(qkv, settings)
         q, k, v = _split(qkv, shape)
         d_o, o = d_o.reshape(q.shape), o.reshape(q.shape)
-        parts = rule.reference_backward(shape, d_o, q, k, v, o, lse, key_lengths, causal, window, scale)
+        parts = rule.reference_backward(shape, Mask.of(arrays[4:], settings), d_o, q, k, v, o, lse)
         return (np.concatenate(parts, axis=2).reshape(qkv.shape),)
 
-    def launch(
-        self,
-        gpu: Recorder,
-        inputs: Sequence[Any],
-        outputs: Sequence[Tensor],
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        causal: bool,
-        window: int,
-        scale: float,
-    ) -> None:
-        d_o, qkv, o, lse, lengths = inputs
+    def launch(self, gpu: Recorder, inputs: Sequence[Any], outputs: Sequence[Tensor], **settings: Any) -> None:
+        d_o, qkv, o, lse = inputs[:4]
         d_qkv, delta = outputs
-        shape = rule.fused_shape(qkv.spec, None, num_heads, num_kv_heads, window)
-        mask = Mask(lengths, causal, window, scale)
+        shape = _shape_of(qkv, settings)
+        mask = Mask.of(inputs[4:], settings)
         launcher.launch_backward(gpu, shape, mask, d_o, _parts(qkv, shape), o, lse, _parts(d_qkv, shape), delta)
 
     def kernels(self) -> Iterable[Kernel]:
@@ -196,22 +116,20 @@ def attention_qkv(
     causal: bool = True,
     window: int = 0,
     key_lengths: Tensor | None = None,
+    documents: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score: Expr | None = None,
+    head_values: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention` on one tensor: each position holds num_heads query heads, then num_kv_heads of k, then of v.
 
-    qkv: [b, s, (num_heads + 2 num_kv_heads) * D]. Masks and scale as for `attention`.
+    qkv: [b, s, (num_heads + 2 num_kv_heads) * D]. Masks, sinks, score and scale as for `attention`.
     Returns o [b, s, num_heads * D] and lse [b, num_heads, s]. Raises ValueError for shapes or types that do not fit.
     """
-    o, lse = engine.execute(
-        ATTENTION_QKV,
-        (qkv, key_lengths),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        causal=bool(causal),
-        window=int(window),
-        scale=_scale(qkv, num_heads + 2 * num_kv_heads, scale),
-    )
+    settings = rule.settings_of(_head_dim(qkv, num_heads + 2 * num_kv_heads), causal, window, scale, score)
+    inputs = (qkv, key_lengths, documents, sinks, head_values)
+    o, lse = engine.execute(ATTENTION_QKV, inputs, num_heads=num_heads, num_kv_heads=num_kv_heads, **settings)
     return o, lse
 
 
@@ -227,25 +145,23 @@ def attention_qkv_backward(
     causal: bool = True,
     window: int = 0,
     key_lengths: Tensor | None = None,
+    documents: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score: Expr | None = None,
+    head_values: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Gradient of `attention_qkv` for qkv, in its shape. d_o: [b, s, num_heads * D]; o, lse: what forward gave.
 
     Raises ValueError for shapes or types that do not fit.
     """
+    settings = rule.settings_of(_head_dim(qkv, num_heads + 2 * num_kv_heads), causal, window, scale, score)
+    inputs = (d_o, qkv, o, lse, key_lengths, documents, sinks, head_values)
     (d_qkv,) = engine.execute(
-        ATTENTION_QKV_BACKWARD,
-        (d_o, qkv, o, lse, key_lengths),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        causal=bool(causal),
-        window=int(window),
-        scale=_scale(qkv, num_heads + 2 * num_kv_heads, scale),
+        ATTENTION_QKV_BACKWARD, inputs, num_heads=num_heads, num_kv_heads=num_kv_heads, **settings
     )
     return d_qkv
 
 
-def _scale(qkv: Tensor, heads: int, scale: float | None) -> float:
-    require_tensors("attention_qkv", qkv=qkv)
-    head_dim = qkv.shape[-1] // max(heads, 1) if qkv.ndim else 0
-    return 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else float(scale)
+def _head_dim(qkv: Tensor, heads: int) -> int:
+    return qkv.shape[-1] // max(heads, 1) if qkv.ndim else 0

@@ -3,22 +3,57 @@
 The mask rule, in one place: with s queries and t keys, query i stands at position t - s + i. It sees key j if
 
 - j < key_lengths[batch] (key padding; all t keys when there are no lengths),
+- documents: first <= j < past, the range of the document that the position is in,
 - causal: j <= position,
 - window w > 0: j > position - w, and j < position + w (the second half only matters without `causal`).
 
-A query that sees nothing, or only scores of -inf, has output 0, log-sum-exp -inf and no gradient.
+A query that sees nothing, or only scores of -inf, has output 0, log-sum-exp -inf and no gradient. With a sink, a score
+of its head with no value behind it, the log-sum-exp is never below the sink.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..attention_scores import SCORE, check_score
+from ..expr import Expr
+from ..expr_derivative import derivative
+from ..expr_numpy import evaluate
 from ..tensor import TensorSpec
 
 MAX_HEAD_DIM = 256
+MAX_HEADS = 2**16 - 1
 MAX_POSITIONS = 2**16 * 2 - 1024  # a kernel passes two positions a round, and no driver may cut its loop short
+
+
+class Mask(NamedTuple):
+    """Optional inputs of one call (tensors, arrays or specs) and its settings: what is seen, what becomes of scores."""
+
+    lengths: Any
+    documents: Any
+    sinks: Any
+    head_values: Any
+    causal: bool
+    window: int
+    scale: float
+    score: Expr | None
+
+    @classmethod
+    def of(cls, optional: Sequence[Any], settings: Mapping[str, Any]) -> Mask:
+        """From the optional inputs of an op, of which the last may be missing, and its settings."""
+        lengths, documents, sinks, head_values = [*optional, None, None, None, None][:4]
+        causal, window, scale = (settings[name] for name in ("causal", "window", "scale"))
+        return cls(lengths, documents, sinks, head_values, causal, window, scale, settings.get("score"))
+
+
+def settings_of(head_dim: int, causal: bool, window: int, scale: float | None, score: Expr | None) -> dict[str, Any]:
+    """Settings of the ops from what a caller gave; the scale is 1 / sqrt(head_dim) unless given."""
+    factor = 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else float(scale)
+    return {"causal": bool(causal), "window": int(window), "scale": factor, "score": score}
 
 
 class AttentionShape(NamedTuple):
@@ -40,9 +75,7 @@ class AttentionShape(NamedTuple):
         return TensorSpec((self.batch, self.num_heads, self.num_queries))
 
 
-def separate_shape(
-    q: TensorSpec, k: TensorSpec, v: TensorSpec, key_lengths: TensorSpec | None, window: int
-) -> AttentionShape:
+def separate_shape(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> AttentionShape:
     """Sizes of attention over three tensors. Raises ValueError naming what does not fit."""
     for name, spec in (("q", q), ("k", k), ("v", v)):
         if len(spec.shape) != 4:
@@ -57,13 +90,11 @@ def separate_shape(
         batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim,
         num_heads * head_dim, num_kv_heads * head_dim, num_heads * head_dim,
     )  # fmt: skip
-    _check(shape, (q, k, v), key_lengths, window)
+    _check(shape, (q, k, v))
     return shape
 
 
-def fused_shape(
-    qkv: TensorSpec, key_lengths: TensorSpec | None, num_heads: int, num_kv_heads: int, window: int
-) -> AttentionShape:
+def fused_shape(qkv: TensorSpec, num_heads: int, num_kv_heads: int) -> AttentionShape:
     """Sizes of attention over one tensor that holds q, k and v. Raises ValueError naming what does not fit."""
     if len(qkv.shape) != 3:
         raise ValueError(f"attention_qkv: qkv must be [batch, seq, (heads + 2 kv_heads) * head_dim], not {qkv.shape}")
@@ -74,11 +105,11 @@ def fused_shape(
         raise ValueError(f"attention_qkv: width {width} is no multiple of {num_heads} + 2 * {num_kv_heads} heads")
     head_dim = width // (num_heads + 2 * num_kv_heads)
     shape = AttentionShape(batch, seq, seq, num_heads, num_kv_heads, head_dim, width, width, num_heads * head_dim)
-    _check(shape, (qkv,), key_lengths, window)
+    _check(shape, (qkv,))
     return shape
 
 
-def _check(shape: AttentionShape, specs: tuple[TensorSpec, ...], key_lengths: TensorSpec | None, window: int) -> None:
+def _check(shape: AttentionShape, specs: tuple[TensorSpec, ...]) -> None:
     if any(spec.dtype != "float32" for spec in specs):
         raise ValueError(f"attention: float32 tensors are needed, not {', '.join(spec.dtype for spec in specs)}")
     if not 1 <= shape.head_dim <= MAX_HEAD_DIM:
@@ -89,10 +120,28 @@ def _check(shape: AttentionShape, specs: tuple[TensorSpec, ...], key_lengths: Te
         )
     if shape.num_kv_heads < 1 or shape.num_heads % shape.num_kv_heads:
         raise ValueError(f"attention: {shape.num_heads} heads cannot share {shape.num_kv_heads} kv heads evenly")
-    if window < 0:
-        raise ValueError(f"attention: window {window} is negative; 0 means no window")
-    if key_lengths is not None and key_lengths != TensorSpec((shape.batch,), "int32"):
-        raise ValueError(f"attention: key_lengths must be int32 [{shape.batch}], not {key_lengths}")
+    if shape.num_heads > MAX_HEADS:
+        raise ValueError(f"attention: {shape.num_heads} heads; at most {MAX_HEADS} are possible")
+
+
+def check_mask(shape: AttentionShape, mask: Mask) -> None:
+    """Raises ValueError when an optional input or a setting does not belong to these sizes."""
+    if mask.window < 0:
+        raise ValueError(f"attention: window {mask.window} is negative; 0 means no window")
+    wanted = {
+        "key_lengths": (mask.lengths, TensorSpec((shape.batch,), "int32")),
+        "documents": (mask.documents, TensorSpec((shape.batch, shape.num_keys, 2), "int32")),
+        "sinks": (mask.sinks, TensorSpec((shape.num_heads,))),
+        "head_values": (mask.head_values, TensorSpec((shape.num_heads,))),
+    }
+    for name, (given, needed) in wanted.items():
+        if given is not None and given != needed:
+            sizes = ", ".join(map(str, needed.shape))
+            raise ValueError(f"attention: {name} must be {needed.dtype} [{sizes}], not {given.dtype} {given.shape}")
+    if mask.score is not None:
+        check_score(mask.score, mask.head_values is not None)
+    elif mask.head_values is not None:
+        raise ValueError("attention: head_values without a score that has HEAD in it")
 
 
 def check_backward(shape: AttentionShape, d_o: TensorSpec, o: TensorSpec, lse: TensorSpec) -> None:
@@ -121,30 +170,41 @@ def flops(shape: AttentionShape, causal: bool, window: int, products: int) -> in
     return 2 * products * shape.head_dim * shape.batch * shape.num_heads * int((high - low).sum())
 
 
-def _mask(shape: AttentionShape, batch: int, key_lengths: np.ndarray | None, causal: bool, window: int) -> np.ndarray:
+def _seen(shape: AttentionShape, batch: int, mask: Mask) -> np.ndarray:
     position = (shape.num_keys - shape.num_queries + np.arange(shape.num_queries))[:, None]
     key = np.arange(shape.num_keys)[None, :]
     seen = np.ones((shape.num_queries, shape.num_keys), bool)
-    if key_lengths is not None:
-        seen &= key < key_lengths[batch]
-    if causal:
+    if mask.lengths is not None:
+        seen &= key < mask.lengths[batch]
+    if mask.documents is not None:
+        ranges = mask.documents[batch][np.clip(position[:, 0], 0, None)]
+        seen &= (position >= 0) & (key >= ranges[:, :1]) & (key < ranges[:, 1:])
+    if mask.causal:
         seen &= key <= position
-    if window:
-        seen &= np.abs(position - key) < window
+    if mask.window:
+        seen &= np.abs(position - key) < mask.window
     return seen
 
 
-def reference_forward(
-    shape: AttentionShape,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    key_lengths: np.ndarray | None,
-    causal: bool,
-    window: int,
-    scale: float,
+def _scores(
+    shape: AttentionShape, mask: Mask, q: np.ndarray, k: np.ndarray, head: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """softmax(scale * q k^T + mask) v, one head at a time, and the log-sum-exp of each row.
+    """Scores of one head, q [s, D] and k [t, D], and their derivative by scale * q.k (1 unless they are modified)."""
+    x = (q @ k.T) * q.dtype.type(mask.scale)
+    if mask.score is None:
+        return x, np.ones((), q.dtype)
+    positions = shape.num_keys - shape.num_queries + np.arange(shape.num_queries)
+    names = {"score": x, "query": positions[:, None].astype(q.dtype), "key": np.arange(shape.num_keys).astype(q.dtype)}
+    if mask.head_values is not None:
+        names["head"] = np.asarray(mask.head_values)[head]
+    score, slope = evaluate([mask.score, derivative(mask.score, SCORE)], **names)
+    return score, slope
+
+
+def reference_forward(
+    shape: AttentionShape, mask: Mask, q: np.ndarray, k: np.ndarray, v: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """softmax(score(scale * q k^T) + mask) v, one head at a time, and the log-sum-exp of each row.
 
     q [b, s, H, D], k and v [b, t, Hkv, D] -> o [b, s, H, D], lse [b, H, s].
     """
@@ -152,13 +212,14 @@ def reference_forward(
     lse = np.full(shape.lse.shape, -np.inf, q.dtype)
     group = shape.num_heads // shape.num_kv_heads
     for b in range(shape.batch):
-        seen = _mask(shape, b, key_lengths, causal, window)
+        seen = _seen(shape, b, mask)
         for h in range(shape.num_heads):
-            scores = np.where(seen, (q[b, :, h] @ k[b, :, h // group].T) * q.dtype.type(scale), -np.inf)
-            top = scores.max(axis=1, initial=-np.inf)
+            sink = q.dtype.type(-np.inf if mask.sinks is None else mask.sinks[h])
+            scores = np.where(seen, _scores(shape, mask, q[b, :, h], k[b, :, h // group], h)[0], -np.inf)
+            top = scores.max(axis=1, initial=sink)
             shift = np.where(np.isneginf(top), 0, top).astype(q.dtype)
             weights = np.exp(scores - shift[:, None])
-            total = weights.sum(axis=1)
+            total = weights.sum(axis=1) + np.exp(sink - shift)
             alive = total != 0
             safe = np.where(alive, total, 1)
             # Keys that no query sees take no part at all: they may never have been written.
@@ -170,31 +231,28 @@ def reference_forward(
 
 def reference_backward(
     shape: AttentionShape,
+    mask: Mask,
     d_o: np.ndarray,
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
     o: np.ndarray,
     lse: np.ndarray,
-    key_lengths: np.ndarray | None,
-    causal: bool,
-    window: int,
-    scale: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gradients of `reference_forward` by the chain rule of softmax: dS = P * (dO v^T - rowsum(dO * O))."""
     d_q, d_k, d_v = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     group = shape.num_heads // shape.num_kv_heads
-    factor = q.dtype.type(scale)
+    factor = q.dtype.type(mask.scale)
     for b in range(shape.batch):
-        seen = _mask(shape, b, key_lengths, causal, window)
+        seen = _seen(shape, b, mask)
         for h in range(shape.num_heads):
             g = h // group
             row_lse = lse[b, h][:, None]
             seen_h = seen & ~np.isneginf(row_lse)
-            scores = (q[b, :, h] @ k[b, :, g].T) * factor
+            scores, slope = _scores(shape, mask, q[b, :, h], k[b, :, g], h)
             p = np.where(seen_h, np.exp(scores - np.where(np.isneginf(row_lse), 0, row_lse)), 0)
             delta = (d_o[b, :, h] * o[b, :, h]).sum(axis=1)[:, None]
-            d_s = np.where(seen_h, p * (d_o[b, :, h] @ v[b, :, g].T - delta), 0) * factor
+            d_s = np.where(seen_h, p * (d_o[b, :, h] @ v[b, :, g].T - delta) * slope, 0) * factor
             used = seen.any(axis=0)  # keys that no query sees may never have been written
             d_q[b, :, h] = d_s[:, used] @ k[b, used, g]
             d_k[b, :, g] += d_s.T @ q[b, :, h]
