@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from .expr import Expr, variable, whole
 from .expr_walk import substitute
@@ -54,6 +57,28 @@ class FusedMapOp(MapOp):
         self.num_inputs = len(read)
         self.pointer_numbers = tuple(pointers)  # of the plan, in the order of the kernel's pointers
 
+    def reference(self, *arrays: Any, values: tuple[float, ...], num_elements: int, **settings: Any) -> Sequence[Any]:
+        """The outputs, flat; inputs that are written change in place. `wide` is of no matter."""
+        step = {"step": settings["step"]} if self.takes_step else {}
+        kernel = self.kernel
+        scalars = dict(zip(kernel.scalars, values, strict=True))
+        index = np.arange(num_elements)
+        memory = {pointer: array.reshape(-1) for pointer, array in zip(kernel.pointers, arrays, strict=False)}
+        inputs = {o.name: memory[o.pointer][_indices(o.place, index, scalars)] for o in kernel.inputs}
+        numbers = {
+            name: int(value) if kernel.scalars[name] == "uint" else np.float32(value) for name, value in scalars.items()
+        }
+        results = kernel.reference(**inputs, **numbers, **step)
+        made = []
+        for pointer in kernel.pointers[self.num_inputs :]:
+            memory[pointer] = np.empty(
+                num_elements * sum(o.pointer == pointer for o in kernel.outputs), results[0].dtype
+            )
+            made.append(memory[pointer])
+        for operand, value in zip(kernel.outputs, results, strict=True):
+            memory[operand.pointer][_indices(operand.place, index, scalars)] = value
+        return made
+
     def launch(  # type: ignore[override]
         self,
         gpu: Recorder,
@@ -66,6 +91,13 @@ class FusedMapOp(MapOp):
     ) -> None:
         """Record it."""
         self.kernel.launch(gpu, num_elements, *inputs, *outputs, *values, wide=wide)
+
+
+def _indices(place: str, index: np.ndarray, scalars: dict[str, float]) -> Any:
+    """Where the elements of a place are: the place's own arithmetic of whole numbers, in Python."""
+    text = re.sub(r"\bargs\.(\w+)", lambda match: str(int(scalars[match.group(1)])), place)
+    text = re.sub(r"\b(\d+)u\b", r"\1", text).replace("/", "//")
+    return np.broadcast_to(eval(text, {"__builtins__": {}}, {"index": index}), index.shape)
 
 
 def joint_op(plan: Plan, one: MapKernel, two: MapKernel) -> FusedMapOp | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
+from vkfold.engine.fused_map import FusedMapOp
 from vkfold.engine.fusion import Fusion
 from vkfold.engine.tensor import Tensor
 from vkfold.engine.vulkan_engine import VulkanEngine
@@ -270,6 +272,27 @@ def test_random_programs_give_the_same_bits(engine: VulkanEngine, seeds: range) 
         "elementwise neighbours",
     }
     assert set(counts(engine)) >= expected
+
+
+def test_joint_ops_have_a_reference(engine: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a joint op says it computes is what its kernel computes, to the reference's own accuracy."""
+    seen: list[str] = []
+    launch = FusedMapOp.launch
+
+    def checked(op: FusedMapOp, gpu: Any, inputs: Any, outputs: Any, **settings: Any) -> None:
+        before = [tensor.numpy() for tensor in inputs]
+        launch(op, gpu, inputs, outputs, **settings)
+        step = {"step": engine.step_parameters} if op.takes_step else {}
+        made = op.reference(*before, **settings, **step)
+        for array, tensor in zip([*before, *made], [*inputs, *outputs], strict=True):
+            assert np.allclose(array.reshape(-1), tensor.numpy().reshape(-1), rtol=1e-5, atol=1e-5), op.name
+        seen.append(op.name)
+
+    monkeypatch.setattr(FusedMapOp, "launch", checked)
+    for seed in range(8):
+        random_program(seed)(engine)
+    assert len(set(seen)) > 10
+    assert any("swiglu" in name for name in seen) and any("dropout" in name for name in seen)
 
 
 def test_chains_do_not_grow_without_end(engine: VulkanEngine) -> None:
