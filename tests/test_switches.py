@@ -44,7 +44,6 @@ def test_defaults_where_unset_or_empty() -> None:
             "VKFOLD_VARIANT": None,
             "VKFOLD_CHECK_RECOMPUTE": False,
             "VKFOLD_FUSION": True,
-            "VKFOLD_REPLAY": True,
             "VKFOLD_TRANSFER_QUEUE": "auto",
             "VKFOLD_LOG": "warning",
         }
