@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from ..engine.compute_engine import ComputeEngine
+from ..engine.expr import Expr
 from ..engine.tensor import Tensor
 from .layer import Layer
 from .linear import Linear
+from .parameter import Parameter
 from .rope import Rope
 
 
@@ -15,8 +18,11 @@ class Attention(Layer):
     """out(attend(rope(qkv(x)))): Vaswani et al. 2017; grouped heads: Ainslie et al. 2023, "GQA".
 
     q, k and v come from one matmul: weight [d, (num_heads + 2 num_kv_heads) * head_dim], q heads first. Rotation is in
-    place. Keeps x, qkv (rotated), the output O before the last matmul, and one log-sum-exp a row and head; nothing of
-    size seq x seq. With "qkv" or "attention" in `recompute`, qkv or (O, log-sum-exp) are freed once read, and rebuilt.
+    place. score, head_values: as for `engine.attention` (ALiBi, softcap). sinks: one trainable score a head, from 0.
+    `documents`, an attribute: the document ranges of the batches that follow, or None.
+
+    Keeps x, qkv (rotated), the output O before the last matmul, and one log-sum-exp a row and head; nothing of size
+    seq x seq. With "qkv" or "attention" in `recompute`, qkv or (O, log-sum-exp) are freed once read, and rebuilt.
 
     Raises ValueError when heads do not divide d_model (with head_dim 0) or key/value heads do not divide heads.
     """
@@ -33,6 +39,9 @@ class Attention(Layer):
         rope: Rope | None = None,
         causal: bool = True,
         window: int = 0,
+        score: Expr | None = None,
+        head_values: Tensor | None = None,
+        sinks: bool = False,
         out_std: float = 0.02,
         seed: int | None = 0,
     ) -> None:
@@ -48,6 +57,10 @@ class Attention(Layer):
         self.rope = rope
         self.causal = causal
         self.window = window
+        self.score = score
+        self.head_values = head_values
+        self.sinks = Parameter(engine, (num_heads,), "zeros") if sinks else None
+        self.documents: Tensor | None = None
         self.recompute: frozenset[str] = frozenset()
         width = (num_heads + 2 * num_kv_heads) * self.head_dim
         self.qkv = Linear(engine, d_model, width, bias=bias, seed=None)
@@ -106,9 +119,12 @@ class Attention(Layer):
             lse,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            causal=self.causal,
-            window=self.window,
+            **self.options(),
         )
+        if self.sinks is not None:
+            out, accumulate = self.sinks.gradient()
+            self.engine.attention_sinks_backward(d_o, o, lse, self.sinks.data, out, accumulate=accumulate)
+            self.sinks.gradient_written()
         del d_o, qkv, o, lse
         if self.rope is not None:
             self.rope.rotate(d_qkv, self.num_heads + self.num_kv_heads, inverse=True)
@@ -125,7 +141,18 @@ class Attention(Layer):
             self.rope.rotate(qkv, self.num_heads + self.num_kv_heads, position_offset=position_offset)
         return qkv
 
+    def options(self) -> dict[str, Any]:
+        """Masks, sinks and scores, as `engine.attention` and its backward take them."""
+        return {
+            "causal": self.causal,
+            "window": self.window,
+            "documents": self.documents,
+            "sinks": None if self.sinks is None else self.sinks.data,
+            "score": self.score,
+            "head_values": self.head_values,
+        }
+
     def _attend(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         return self.engine.attention_qkv(
-            qkv, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, causal=self.causal, window=self.window
+            qkv, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, **self.options()
         )

@@ -11,15 +11,18 @@ from ..engine.ops.attention_rule import MAX_HEAD_DIM
 from .feed_forward import ACTIVATIONS, default_width
 from .rope import RopeScaling
 
+POSITIONS = ("rope", "learned", "alibi")
+
 
 @dataclass(frozen=True)
 class GPTConfig:
     """Sizes and parts of a decoder-only transformer.
 
     num_kv_heads, head_dim, d_ff: 0 stands for num_heads, d_model / num_heads, and the feed-forward's default width.
-    norm: rmsnorm or layernorm. activation: swiglu, gelu, relu or silu. positions: rope or learned. bias: None is true
-    with layernorm. dropout: on the embeddings and on both branches of each block. window: keys each query sees, itself
-    included (0: all before it).
+    norm: rmsnorm or layernorm. activation: swiglu, gelu, relu or silu. positions: rope, learned or alibi (Press et al.
+    2022). bias: None is true with layernorm. dropout: on the embeddings and on both branches of each block. window:
+    keys each query sees, itself included (0: all before it). attention_softcap: scores s become cap * tanh(s / cap)
+    (Gemma 2; 0: off). attention_sinks: one trainable score a head with no value behind it.
 
     Raises BadInputError (a ValueError) that lists everything that is wrong.
     """
@@ -43,6 +46,8 @@ class GPTConfig:
     rope_interleaved: bool = False
     rope_scaling: RopeScaling | None = None
     window: int = 0
+    attention_softcap: float = 0.0
+    attention_sinks: bool = False
 
     def __post_init__(self) -> None:
         problems = self._problems()
@@ -71,12 +76,14 @@ class GPTConfig:
         for name, choices in (
             ("norm", ("rmsnorm", "layernorm")),
             ("activation", ACTIVATIONS),
-            ("positions", ("rope", "learned")),
+            ("positions", POSITIONS),
         ):
             if getattr(self, name) not in choices:
                 problems.append(f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(choices)}")
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}, it must be at least 0 and below 1")
+        if not self.attention_softcap >= 0:
+            problems.append(f"attention_softcap is {self.attention_softcap}, it must be 0 (off) or positive")
         if not self.norm_eps > 0:
             problems.append(f"norm_eps is {self.norm_eps}, it must be positive")
         if not self.rope_base > 0:
@@ -104,6 +111,8 @@ class GPTConfig:
         block = d * qkv_width + width * d + d * up_width + self.d_ff * d + 2 * norm
         if self.bias:
             block += qkv_width + d + up_width + d
+        if self.attention_sinks:
+            block += self.num_heads
         total = self.vocab_size * d * (1 if self.tie_head else 2) + self.num_layers * block + norm
         return total + (self.max_seq_len * d if self.positions == "learned" else 0)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from ..engine import switches
+from ..engine.attention_scores import SCORE, alibi, alibi_slopes, document_ranges, softcap
 from ..engine.compute_engine import ComputeEngine
 from ..engine.errors import BadInputError
 from ..engine.tensor import Tensor
@@ -58,6 +59,10 @@ class GPTModel(Layer):
         self.embedding = Embedding(engine, config.vocab_size, config.d_model, seed=None)
         if config.positions == "learned":
             self.positions = Embedding(engine, config.max_seq_len, config.d_model, seed=None)
+        self._slopes: Tensor | None = None
+        if config.positions == "alibi":
+            with engine.parameter_pool():
+                self._slopes = engine.tensor(alibi_slopes(config.num_heads))
         self.blocks = [self._make_block(i) for i in range(config.num_layers)]
         self.final_norm = make_norm(engine, config.norm, config.d_model, config.norm_eps)
         self.head = self.embedding.weight
@@ -77,6 +82,9 @@ class GPTModel(Layer):
         config, engine = self.config, self.engine
         residual_std = 0.02 / math.sqrt(2 * config.num_layers)
         assert config.bias is not None
+        score = alibi() if config.positions == "alibi" else None
+        if config.attention_softcap:
+            score = softcap(config.attention_softcap, SCORE if score is None else score)
         attention = Attention(
             engine,
             config.d_model,
@@ -86,6 +94,9 @@ class GPTModel(Layer):
             bias=config.bias,
             rope=self._rope,
             window=config.window,
+            score=score,
+            head_values=self._slopes,
+            sinks=config.attention_sinks,
             out_std=residual_std,
             seed=None,
         )
@@ -130,6 +141,16 @@ class GPTModel(Layer):
         chosen = tuple(groups)
         for i, block in enumerate(self.blocks):
             block.set_recompute(chosen if num_blocks is None or i < num_blocks else ())
+
+    def set_documents(self, ids: np.ndarray | None) -> None:
+        """Which document each token of the batches that follow belongs to: tokens attend within their own alone.
+
+        ids: integers [batch, seq]; equal neighbours are one document. Positions (rope, learned) go on from one document
+        to the next; ALiBi knows only distances. None: every row is one document. Raises ValueError for another shape.
+        """
+        ranges = None if ids is None else self.engine.tensor(document_ranges(ids))
+        for block in self.blocks:
+            block.attention.documents = ranges
 
     def set_activation_offload(self, on: bool) -> None:
         """Keep what blocks keep (the segments' inputs, when checkpointing) in host memory from forward to backward.

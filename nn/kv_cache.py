@@ -70,8 +70,7 @@ class KVCache:
                 q,
                 keys.rows(0, end).reshape(1, end, *keys.shape[1:]),
                 values.rows(0, end).reshape(1, end, *values.shape[1:]),
-                causal=True,
-                window=block.attention.window,
+                **block.attention.options() | {"documents": None},  # a cache holds one document
             )
             mid = block.attention.out.apply(o.reshape(1, count, -1), x)
             branch, _ = block.norm2.normalize(mid)

@@ -12,6 +12,7 @@ from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.errors import BadInputError, MissingActivationError
 from vkfold.engine.plan_engine import PlanEngine
 from vkfold.engine.step_parameters import StepParameters
+from vkfold.engine.vulkan_engine import VulkanEngine
 from vkfold.nn import CrossEntropyLoss, GPTConfig, GPTModel, RopeScaling
 
 TINY = {"vocab_size": 11, "max_seq_len": 8, "d_model": 8, "num_heads": 2, "num_layers": 2, "d_ff": 6}
@@ -33,6 +34,7 @@ def batch(seed: int = 0, rows: int = 2, seq: int = 5, vocab: int = 11) -> tuple[
         GPT_LIKE,
         {**GPT_LIKE, "tie_head": False, "dropout": 0.3, "activation": "relu"},
         {"dropout": 0.3, "activation": "silu", "bias": True, "rope_interleaved": True, "window": 2},
+        {"positions": "alibi", "attention_softcap": 3.0, "attention_sinks": True, "num_kv_heads": 1},
     ],
 )
 def test_whole_model_gradient(oracle: CpuEngine, settings: dict) -> None:
@@ -268,3 +270,34 @@ def test_flushes_where_asked(cpu: CpuEngine, monkeypatch: pytest.MonkeyPatch) ->
         model.backward()
         assert len(flushes) == expected
         model.clear_gradients()
+
+
+def test_documents_are_models_of_their_own(oracle: CpuEngine, vulkan: VulkanEngine) -> None:
+    """With ALiBi, which knows distances only, packed documents have the logits and gradients of single ones."""
+    settings = {**TINY, "positions": "alibi", "attention_sinks": True}
+    ids = np.array([[0, 0, 0, 0, 0], [5, 5, 5, 2, 2]])
+    tokens = np.random.default_rng(4).integers(0, TINY["vocab_size"], ids.shape)
+    targets = np.roll(tokens, 1)
+    packed, single = (GPTModel(oracle, GPTConfig(**settings), seed=1) for _ in range(2))
+    for model in (packed, single):
+        randomize(model, scale=0.3)
+    oracle.set_step_parameters(StepParameters(loss_scale=0.1))
+    packed.set_documents(ids)
+    logits = packed.forward(tokens).numpy()
+    parts = [(0, slice(0, 5)), (1, slice(0, 3)), (1, slice(3, 5))]
+    for row, part in parts:
+        alone = single.forward(tokens[row : row + 1, part]).numpy()[0]
+        np.testing.assert_allclose(logits[row, part], alone, rtol=1e-9, atol=1e-9)
+    packed.loss(tokens, targets)
+    packed.backward()
+    for row, part in parts:
+        single.loss(tokens[row : row + 1, part], targets[row : row + 1, part])
+        single.backward()
+    for (name, a), b in zip(packed.named_parameters().items(), single.parameters(), strict=True):
+        np.testing.assert_allclose(a.grad.numpy(), b.grad.numpy(), rtol=1e-8, atol=1e-10, err_msg=name)
+    packed.set_documents(None)
+    assert not np.allclose(packed.forward(tokens).numpy(), logits)
+    device = GPTModel(vulkan, GPTConfig(**settings), seed=1)
+    device.load_state_dict(packed.state_dict())
+    device.set_documents(ids)
+    np.testing.assert_allclose(device.forward(tokens).numpy(), logits, rtol=1e-4, atol=1e-4)

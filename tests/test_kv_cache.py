@@ -15,6 +15,7 @@ CONFIGS = [
     GPTConfig(13, 12, 16, 4, 2, num_kv_heads=2, d_ff=12),
     GPTConfig(13, 12, 16, 2, 2, d_ff=12, norm="layernorm", activation="gelu", positions="learned"),
     GPTConfig(13, 12, 12, 4, 1, d_ff=12, window=3, positions="learned"),
+    GPTConfig(13, 12, 16, 4, 2, d_ff=12, positions="alibi", attention_softcap=2.0, attention_sinks=True),
 ]
 
 

@@ -46,6 +46,9 @@ def gpt_config(config: RunConfig, vocab_size: int) -> GPTConfig:
         norm=config.norm,
         activation=config.activation,
         positions=config.positions,
+        window=config.attention_window,
+        attention_softcap=config.attention_softcap,
+        attention_sinks=config.attention_sinks,
         tie_head=config.tie_head,
         dropout=config.dropout,
     )

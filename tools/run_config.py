@@ -11,6 +11,7 @@ from typing import Any
 
 from ..engine.errors import BadInputError
 from ..nn.gpt_block import RECOMPUTE_GROUPS
+from ..nn.gpt_config import POSITIONS
 from .options import FRACTION, NOT_NEGATIVE, POSITIVE, between, check_values, flag, option, parse_bytes
 
 INPUT, MODEL, TRAINING, MEMORY, RUN = "input", "model", "training", "memory", "run"
@@ -50,7 +51,14 @@ class RunConfig:
     )
     norm: str = option(str, "rmsnorm", "normalisation", group=MODEL, choices=("rmsnorm", "layernorm"))
     activation: str = option(str, "swiglu", "feed-forward", group=MODEL, choices=("swiglu", "gelu", "relu", "silu"))
-    positions: str = option(str, "rope", "positions", group=MODEL, choices=("rope", "learned"))
+    positions: str = option(str, "rope", "positions", group=MODEL, choices=POSITIONS)
+    attention_window: int = option(
+        int, 0, "keys each token sees, itself included; 0 is all before it", group=MODEL, rule=NOT_NEGATIVE
+    )
+    attention_softcap: float = option(
+        float, 0.0, "attention scores stay below this, by tanh; 0 is off", group=MODEL, rule=NOT_NEGATIVE
+    )
+    attention_sinks: bool = option(bool, False, "a trainable score a head with no value behind it", group=MODEL)
     tie_head: bool = option(bool, False, "use the embedding table as the head", group=MODEL)
     dropout: float = option(float, 0.0, "dropout probability", group=MODEL, rule=FRACTION)
 
@@ -155,7 +163,7 @@ def check_config(config: RunConfig) -> None:
     if config.positions == "rope" and (d_model // heads) % 2:
         raise BadInputError(
             f"head_dim {d_model // heads} (--d-model {d_model} / --num-heads {heads}) is odd: rotary positions turn "
-            f"pairs; choose an even head_dim or --positions learned"
+            f"pairs; choose an even head_dim or --positions learned or alibi"
         )
     if config.min_lr > config.lr:
         raise BadInputError(f"--min-lr {config.min_lr:g} is more than --lr {config.lr:g}")
