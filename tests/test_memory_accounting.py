@@ -345,17 +345,24 @@ def check_for_leaks(config: RunConfig, num_steps: int, monkeypatch: pytest.Monke
     assert max(objects[1:]) - objects[1] <= min(64, num_steps // 4), f"Python objects from sample to sample: {objects}"
 
 
-LEAK_MODES = {"plain": {}, "all": WIDE | {"activation_offload": True, "dropout": 0.1, "flush_interval": 1}}
+LEAK_MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all": WIDE | {"activation_offload": True, "dropout": 0.1, "flush_interval": 1},
+    "fused": {"fused_update": True, "max_norm": 0.0, "optimizer": "adafactor", "activation_offload": True},
+}
+LEAK_CASES = [("plain", "off"), ("all", "off"), ("all", "shared"), ("fused", "shared")]
 
 
-@pytest.mark.parametrize("mode", LEAK_MODES)
-def test_nothing_grows_over_100_steps(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mode", "queue"), LEAK_CASES)
+def test_nothing_grows_over_100_steps(mode: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VKFOLD_TRANSFER_QUEUE", queue)
     check_for_leaks(config_of(**TINY, **LEAK_MODES[mode]), 100, monkeypatch)
 
 
 @pytest.mark.slow  # a minute on a slow processor
-@pytest.mark.parametrize("mode", LEAK_MODES)
-def test_nothing_grows_over_2000_steps(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mode", "queue"), LEAK_CASES)
+def test_nothing_grows_over_2000_steps(mode: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VKFOLD_TRANSFER_QUEUE", queue)
     check_for_leaks(config_of(**TINY, **LEAK_MODES[mode]), 2000, monkeypatch)
 
 

@@ -165,6 +165,30 @@ def automatic_mode(kind: str, dropout: float, accumulate: int, offload: bool) ->
     return found.mode
 
 
+@pytest.mark.parametrize("mode", ["none", "every 1", "every 2"])
+def test_a_flush_interval_submits_in_both_directions(vulkan: VulkanEngine, mode: str) -> None:
+    """Six blocks: one submit more for each full interval, forward and backward alike."""
+    more = {}
+    for interval in (0, 1, 2, 3, 4, 7):
+        model = make_model(vulkan, "gpt", num_layers=6)
+        recompute = RECOMPUTE[mode]
+        assert recompute is not None
+        recompute.apply(model)
+        model.set_flush_interval(interval)
+        pairs = micro_batches(0, 1)[0]
+        model.loss(*pairs)  # the position table is made once
+        vulkan.end_batch()
+        counts = [vulkan.recorder.num_submits]
+        for phase in (lambda: model.loss(*pairs), model.backward):  # noqa: B023 (called at once)
+            phase()
+            vulkan.end_batch()
+            counts.append(vulkan.recorder.num_submits)
+        more[interval] = [after - before for before, after in itertools.pairwise(counts)]
+        model.clear_gradients()
+    for interval in (1, 2, 3, 4, 7):
+        assert [n - plain for n, plain in zip(more[interval], more[0], strict=True)] == [6 // interval] * 2
+
+
 # -- offload ---------------------------------------------------------------------------------------------------------
 def engines(vulkan: VulkanEngine) -> list[ComputeEngine]:
     return [vulkan, CpuEngine(), PlanEngine()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from fake_device import COMPUTE, COPIES, POLICIES, FakeDevice, FakeEngine, fake_engine
 
+from vkfold.engine import vulkan_device, vulkan_engine
 from vkfold.engine.physical_device import QueueFamily, compute_family, transfer_queue
 from vkfold.engine.plan_engine import PlanEngine
 from vkfold.engine.recorder import Recorder
@@ -25,14 +27,16 @@ CONFIG = GPTConfig(
 )  # fmt: skip
 
 
-def train(engine: Any, *, accumulate: int = 1, num_steps: int = 2, **modes: Any) -> dict[str, np.ndarray]:
+def train(
+    engine: Any, *, accumulate: int = 1, num_steps: int = 2, fused: bool = False, **modes: Any
+) -> dict[str, np.ndarray]:
     """Losses, weights and moments after two steps with offload; idle blocks go back between steps."""
     model = GPTModel(engine, CONFIG, seed=2, loss_chunk_bytes=4 * 19 * 7)
     model.set_activation_offload(True)
     for mode, value in modes.items():
         getattr(model, f"set_{mode}")(value)
     optimizer = AdamW(model)
-    step = TrainingStep(model, optimizer, seed=11)
+    step = TrainingStep(model, optimizer, seed=11, fused_update=fused)
     seen: dict[str, np.ndarray] = {}
     for n in range(num_steps):
         rng = np.random.default_rng(n)
@@ -62,6 +66,7 @@ MODES: list[dict[str, Any]] = [
     {},
     {"accumulate": 2, "flush_interval": 1},
     {"checkpoint_every": 1},
+    {"fused": True, "recompute": ("attention", "norm")},
     {"recompute": ("mlp", "qkv"), "checkpoint_every": 2, "accumulate": 2, "flush_interval": 2},
 ]
 
@@ -277,3 +282,68 @@ def test_a_wrong_value_of_the_switch_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("VKFOLD_TRANSFER_QUEUE", "2")
     with pytest.raises(ValueError, match="VKFOLD_TRANSFER_QUEUE=2: expected auto, off or shared"):
         get("VKFOLD_TRANSFER_QUEUE")
+
+
+class TwoFamilies:
+    """The driver's functions as those of a device whose family 2 only copies; the one queue there is does all of it."""
+
+    def __init__(self, lib: Any) -> None:
+        self.lib = lib
+        self.queues: list[tuple[int, int]] = []
+        self.taken: list[tuple[int, int]] = []
+        self.pools: list[int] = []
+        self.shared: set[tuple[int, tuple[int, ...]]] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.lib, name)
+
+    def vkCreateDevice(self, physical: Any, info: Any, allocator: Any, out: Any) -> int:
+        for i in range(info.queueCreateInfoCount):
+            queue = info.pQueueCreateInfos[i]
+            assert queue.sType == self.lib.VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO
+            assert [queue.pQueuePriorities[j] for j in range(queue.queueCount)] == [1.0] * queue.queueCount
+            self.queues.append((queue.queueFamilyIndex, queue.queueCount))
+            queue.queueFamilyIndex, queue.queueCount = 0, 1
+        info.queueCreateInfoCount = 1
+        return self.lib.vkCreateDevice(physical, info, allocator, out)
+
+    def vkGetDeviceQueue(self, device: Any, family: int, index: int, out: Any) -> None:
+        self.taken.append((family, index))
+        self.lib.vkGetDeviceQueue(device, 0, 0, out)
+
+    def vkCreateCommandPool(self, device: Any, info: Any, allocator: Any, out: Any) -> int:
+        self.pools.append(info.queueFamilyIndex)
+        info.queueFamilyIndex = 0
+        return self.lib.vkCreateCommandPool(device, info, allocator, out)
+
+    def vkCreateBuffer(self, device: Any, info: Any, allocator: Any, out: Any) -> int:
+        families = tuple(info.pQueueFamilyIndices[i] for i in range(info.queueFamilyIndexCount))
+        self.shared.add((info.sharingMode, families))
+        info.sharingMode, info.queueFamilyIndexCount = self.lib.VK_SHARING_MODE_EXCLUSIVE, 0
+        return self.lib.vkCreateBuffer(device, info, allocator, out)
+
+
+@pytest.mark.parametrize(
+    ("queue", "asked", "pools"), [((2, 0), [(0, 1), (2, 1)], [0, 2]), ((0, 1), [(0, 2)], [0, 0]), (None, [(0, 1)], [0])]
+)
+def test_what_a_device_with_two_queues_is_asked_for(
+    vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch, queue: Any, asked: Any, pools: Any
+) -> None:
+    monkeypatch.setenv("VKFOLD_DEBUG", "0")
+    monkeypatch.delenv("VKFOLD_TRANSFER_QUEUE", raising=False)
+    real = vulkan_device.binding()
+    lib = TwoFamilies(real.lib)
+    choose = vulkan_engine.choose_device
+    with monkeypatch.context() as patch:
+        patch.setattr(vulkan_device, "binding", lambda: real._replace(lib=lib))
+        patch.setattr(
+            vulkan_engine, "choose_device", lambda *words: dataclasses.replace(choose(*words), transfer_queue=queue)
+        )
+        with VulkanEngine() as engine:
+            seen = train(engine)
+            assert (engine.recorder.transfers is not None) == (queue is not None)
+    assert (lib.queues, lib.pools) == (asked, pools)
+    assert lib.taken == [(0, 0)] + [queue] * (queue is not None)
+    concurrent, exclusive = real.lib.VK_SHARING_MODE_CONCURRENT, real.lib.VK_SHARING_MODE_EXCLUSIVE
+    assert lib.shared == ({(concurrent, (0, 2))} if queue == (2, 0) else {(exclusive, ())})
+    assert not differences(seen, train(vulkan))
