@@ -130,6 +130,7 @@ def test_program_writes_files_that_open(tmp_path: Path, capsys: pytest.CaptureFi
     assert [point["blocks"] for point in result["checkpoints"]] == [0, 1, 2]
     assert result["checkpoints"][1]["peak_bytes"] < result["checkpoints"][0]["peak_bytes"]
     assert result["kernels"] and all(result["kernels"].values())
+    assert all("matmul" not in kernel or ":" in why for kernel, why in result["kernels"].items())  # the chooser's words
     assert json.loads((folder / "profile.json").read_text())["mfu"] == result["mfu"]
     for name in ("roofline.png", "checkpoints.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")

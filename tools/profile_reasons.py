@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..engine.profiler import OpSample
 
 
-def kernel_reasons(samples: Sequence[OpSample]) -> list[tuple[str, str]]:
-    """(kernel, reason) of every kernel that ran, in order of first use."""
+def kernel_reasons(samples: Sequence[OpSample], matmul: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(kernel, reason) of every kernel that ran, in order of first use. matmul: variant -> why it was last chosen."""
     reasons: dict[str, str] = {}
     for sample in samples:
         for kernel in sample.kernels:
-            reasons.setdefault(kernel, _reason(kernel, sample))
+            reasons.setdefault(kernel, _reason(kernel, sample, matmul))
     return list(reasons.items())
 
 
-def _reason(kernel: str, sample: OpSample) -> str:
+def _reason(kernel: str, sample: OpSample, matmul: Mapping[str, str]) -> str:
     fused = f"; one launch for {' + '.join(sample.parts)} (fusion)" if len(sample.parts) > 1 else ""
     if kernel.startswith("matmul"):
-        return f"tile with the least estimated time for this shape, see docs/kernels.md{fused}"
+        named = [f"{variant}: {why}" for variant, why in matmul.items() if variant.removesuffix("_swapped") in kernel]
+        return ("; ".join(named) or "the tile for this shape and device, see docs/kernels.md") + fused
     if kernel.endswith("_vec4"):
         return f"16-byte loads: every row starts on 16 bytes{fused}"
     if kernel.endswith("_scalar"):
