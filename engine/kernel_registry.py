@@ -32,7 +32,7 @@ def spirv_for(kernel: Kernel) -> bytes:
     """
     found = _loaded.get(kernel.digest)
     if found is None:
-        found = _shipped(kernel) or _cached(kernel)
+        found = _shipped(kernel.digest) or _cached(kernel.digest)
         if found is None:
             found = compile_glsl(kernel.glsl, kernel.name)
             write_atomically(cache_path(kernel), hashlib.sha256(found).digest() + found)
@@ -45,22 +45,31 @@ def is_available(kernel: Kernel) -> bool:
     digest = kernel.digest
     if digest in _loaded or digest in _available:
         return True
-    found = bool(_shipped(kernel) or _cached(kernel) or compiler_name())
+    found = bool(_shipped(kernel.digest) or _cached(kernel.digest) or compiler_name())
     if found:
         _available.add(digest)
     return found
 
 
+def spirv_of_digest(digest: str) -> bytes | None:
+    """SPIR-V of a kernel known by its digest alone; None where it would have to be compiled."""
+    return _loaded.get(digest) or _shipped(digest) or _cached(digest)
+
+
 def cache_path(kernel: Kernel) -> Path:
     """Where the kernel is kept once compiled on this machine: a SHA-256 of the SPIR-V, then the SPIR-V."""
-    return switches.cache_folder() / "spirv" / f"{kernel.digest}-{_revision()}.spv"
+    return _path_of(kernel.digest)
+
+
+def _path_of(digest: str) -> Path:
+    return switches.cache_folder() / "spirv" / f"{digest}-{_revision()}.spv"
 
 
 def origin(kernel: Kernel) -> str:
     """Where a kernel would come from in a fresh process: "package", "cache", or "" when it must be compiled."""
-    if _shipped(kernel) is not None:
+    if _shipped(kernel.digest) is not None:
         return "package"
-    return "cache" if _cached(kernel) is not None else ""
+    return "cache" if _cached(kernel.digest) is not None else ""
 
 
 def cached_kernels() -> list[Path]:
@@ -90,14 +99,14 @@ def _revision() -> str:
     return hashlib.sha256(sources).hexdigest()[:8]
 
 
-def _shipped(kernel: Kernel) -> bytes | None:
-    data = _read(SHIPPED_DIR / f"{kernel.digest}.spv")
+def _shipped(digest: str) -> bytes | None:
+    data = _read(SHIPPED_DIR / f"{digest}.spv")
     return data if data[:4] == _MAGIC else None
 
 
-def _cached(kernel: Kernel) -> bytes | None:
+def _cached(digest: str) -> bytes | None:
     """From the user's cache; None when missing or damaged (drivers trust SPIR-V and crash on half of one)."""
-    raw = _read(cache_path(kernel))
+    raw = _read(_path_of(digest))
     spirv = raw[_CHECKSUM_BYTES:]
     return spirv if spirv[:4] == _MAGIC and hashlib.sha256(spirv).digest() == raw[:_CHECKSUM_BYTES] else None
 

@@ -7,12 +7,13 @@ watchdog (about 2 s): by workgroup, never along a reduction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .errors import VkfoldError
 from .kernel import Kernel
 from .kernel_registry import spirv_for
+from .pipeline_memory import Recipe, make_pipelines
 from .step_stream import COPY, FILL, SUBMIT, WRITE, Input, Place, StepStream
 from .tensor import Tensor
 from .transfer_queue import TransferQueue
@@ -57,6 +58,7 @@ class Recorder:
         self._submit_work = rate * _SUBMIT_SECONDS
         self._owns_pipelines = pipelines is None
         self._pipelines: dict[Kernel, Any] = {} if pipelines is None else pipelines
+        self._made_ahead: dict[Recipe, Any] = {}  # for kernels that were not asked for yet
         self._current: Batch | None = None
         self._in_flight: list[Batch] = []
         self._spare: list[Batch] = []
@@ -98,16 +100,39 @@ class Recorder:
         """The compiled pipeline of a kernel, made at first use."""
         found = self._pipelines.get(kernel)
         if found is None:
-            size = kernel.workgroup_size(self.subgroup_size, self.max_invocations)
-            found = self.device.create_pipeline(
-                spirv_for(kernel.in_words if self.in_words else kernel),
-                size,
-                kernel.packer.size,
-                kernel.name,
-                self.subgroup_size if kernel.subgroups else None,
-            )
+            recipe = self._recipe(kernel)
+            found = self._made_ahead.pop(recipe, None)
+            if found is None:
+                spirv = spirv_for(kernel.in_words if self.in_words else kernel)
+                found = self.device.create_pipeline(spirv, *recipe[2:4], kernel.name, recipe.subgroup_size)
             self._pipelines[kernel] = found
         return found
+
+    def recipes(self, used: Iterable[Any]) -> list[Recipe]:
+        """How to make these pipelines again."""
+        wanted = set(map(id, used))
+        kernels = [kernel for kernel, pipeline in self._pipelines.items() if id(pipeline) in wanted]
+        return [self._recipe(kernel) for kernel in kernels]
+
+    def _recipe(self, kernel: Kernel) -> Recipe:
+        kernel = kernel.in_words if self.in_words else kernel
+        return Recipe.of(kernel, self.subgroup_size, self.max_invocations)
+
+    def make_ahead(self, recipes: Iterable[Recipe]) -> int:
+        """Make the pipelines of recipes that are not there yet, all at once. Returns how many were made."""
+        there = {*self._made_ahead, *self.recipes(self._pipelines.values())}
+        made = make_pipelines(self.device, [recipe for recipe in recipes if recipe not in there])
+        self._made_ahead.update(made)
+        if made:
+            # Some drivers put off compiling to the first dispatch: one of no workgroup is enough.
+            commands = (self._current or self._open()).commands
+            for recipe, pipeline in made.items():
+                commands.bind(pipeline)
+                commands.push(bytes(recipe.push_bytes))
+                commands.dispatch(0)
+            self.submit()
+            self.wait()
+        return len(made)
 
     def dispatch(self, kernel: Kernel, num_groups: int, *args: Any) -> None:
         """Record a dispatch of `num_groups` workgroups, split where it would run too long.
@@ -410,9 +435,10 @@ class Recorder:
             batch.fence.destroy()
         for buffer in self._staging:
             self.device.destroy_buffer(buffer)
-        if self._owns_pipelines:
-            for pipeline in self._pipelines.values():
-                self.device.destroy_pipeline(pipeline)
+        made = [*self._made_ahead.values(), *(self._pipelines.values() if self._owns_pipelines else ())]
+        for pipeline in made:
+            self.device.destroy_pipeline(pipeline)
+        self._made_ahead.clear()
         self._spare.clear()
         self._staging.clear()
         self._pipelines = {}

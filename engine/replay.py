@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..memory_pool import BlockPool, PoolStats
+from .pipeline_memory import load_recipes, program_path, save_recipes
 from .recorder import Recorder, place_of
 from .replay_stats import ReplayStats
 from .step_stream import WRITE, Input, StepStream
@@ -196,6 +197,18 @@ class StepReplayer:
         self.obstacle = ""
         self._captures: weakref.WeakSet[Capture] = weakref.WeakSet()
         self._uses: list[PoolUse] = []
+
+    def make_pipelines(self, program: str) -> int:
+        """Make what a step of this program used the last time it ran; returns how many pipelines were made.
+
+        program: any text that tells what the step records.
+        """
+        return self.recorder.make_ahead(load_recipes(program_path(self.recorder.device, program)))
+
+    def remember_pipelines(self, program: str, stream: StepStream) -> None:
+        """Remember the pipelines of a recorded step for the next run of the program."""
+        used = {id(command[0]): command[0] for command in stream.commands if not isinstance(command[0], str)}
+        save_recipes(program_path(self.recorder.device, program), self.recorder.recipes(used.values()))
 
     def placement(self) -> tuple[tuple[int, int, int], ...]:
         """Equal when the live ranges of all pools are the same."""

@@ -63,7 +63,15 @@ class StepReplay:
         self._last: Captured | None = None  # the last step, if it was recorded
         self._now: Captured | None = None  # the step being recorded
         self._lists: list[tuple[list[Any], tuple[Any, ...]]] = []
+        self._program = self._describe()
+        self._remembered = False  # whether the next run will know this step's pipelines
+        self.replayer.make_pipelines(self._program)
         self._ahead: tuple[Capture, Sequence[MicroBatch]] | None = None  # whose data already lies in the other set
+
+    def _describe(self) -> str:
+        """What this step will record, as far as it matters to which kernels it needs."""
+        shapes = {name: p.shape for name, p in self.model.named_parameters().items()}
+        return f"{type(self.model).__qualname__} {getattr(self.model, 'config', '')} {type(self.optimizer)} {shapes}"
 
     # -- is it the same ----------------------------------------------------------------------------------------------
     def find(self, settings: tuple[Any, ...]) -> Captured | None:
@@ -153,6 +161,9 @@ class StepReplay:
         now.offloaded_bytes += self.engine.offloaded_bytes
         now.restored_bytes += self.engine.restored_bytes
         now.stream, uses = self.replayer.finish(results)
+        if not self._remembered:
+            self._remembered = True
+            self.replayer.remember_pipelines(self._program, now.stream)
         last, self._last, self._now = self._last, None, None
         reason = now.stream.obstacle
         if not reason and now.changed != now.watch.changed:

@@ -1,0 +1,91 @@
+"""Which pipelines a training step used the last time, so that the next run makes them before its first step.
+
+Making a pipeline takes a driver from some to some hundred milliseconds, even where its own cache has the machine code.
+Made one by one while the first step is recorded, they would make that step many times as long as all others; made
+together, on all cores, they take a fraction.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .errors import VkfoldError
+from .kernel import Kernel
+from .kernel_registry import spirv_of_digest, write_atomically
+from .switches import cache_folder, logger
+from .vulkan_api import Device, Pipeline
+
+MAX_PROGRAMS = 64  # files kept in the cache; the oldest go
+
+
+class Recipe(NamedTuple):
+    """All that makes a pipeline. digest: of the kernel, whose SPIR-V is shipped or in the cache."""
+
+    digest: str
+    name: str
+    local_size: int
+    push_bytes: int
+    subgroup_size: int | None
+
+    @classmethod
+    def of(cls, kernel: Kernel, subgroup_size: int, max_invocations: int) -> Recipe:
+        """The recipe of a kernel on a device with these limits."""
+        size = kernel.workgroup_size(subgroup_size, max_invocations)
+        return cls(kernel.digest, kernel.name, size, kernel.packer.size, subgroup_size if kernel.subgroups else None)
+
+
+def program_path(device: Device, program: str) -> Path:
+    """Where the recipes of a program are kept. program: any text that tells what will be run."""
+    digest = hashlib.sha256(program.encode()).hexdigest()[:16]
+    return cache_folder() / "programs" / f"{device.physical.driver_key}-{digest}.json"
+
+
+def load_recipes(path: Path) -> list[Recipe]:
+    """What was remembered; nothing where there is no such file, or a damaged one."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        recipes = [Recipe(*row) for row in rows]
+    except (OSError, ValueError, TypeError):
+        return []
+    kinds: tuple[Any, ...] = (str, str, int, int, (int, type(None)))
+    return [r for r in recipes if all(isinstance(value, kind) for value, kind in zip(r, kinds, strict=True))]
+
+
+def save_recipes(path: Path, recipes: Iterable[Recipe]) -> None:
+    """Remember recipes, unless they are there already; a folder that cannot be written is no error."""
+    text = json.dumps(sorted(recipes, key=lambda recipe: (recipe.name, recipe.digest)))
+    with suppress(OSError):
+        if path.read_text(encoding="utf-8") == text:
+            return
+    write_atomically(path, text.encode())
+    with suppress(OSError):
+        files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+        for old in files[:-MAX_PROGRAMS]:
+            old.unlink()
+
+
+def make_pipelines(device: Device, recipes: Sequence[Recipe]) -> dict[Recipe, Pipeline]:
+    """The pipelines of recipes, made on all cores; without those that cannot be made, whose first use will say why."""
+
+    def make(recipe: Recipe) -> Any:
+        spirv = spirv_of_digest(recipe.digest)
+        if spirv is None:
+            return None
+        try:
+            return device.create_pipeline(
+                spirv, recipe.local_size, recipe.push_bytes, recipe.name, recipe.subgroup_size
+            )
+        except VkfoldError as error:
+            logger.info("kernel %s: not made ahead: %s", recipe.name, error)
+            return None
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads:
+        made = list(threads.map(make, recipes))
+    return {recipe: pipeline for recipe, pipeline in zip(recipes, made, strict=True) if pipeline is not None}
