@@ -31,7 +31,7 @@ def child(options: argparse.Namespace) -> None:
     compiled: list[str] = []
     plain = kernel_registry.compile_glsl
 
-    def counted(text: str, name: str) -> bytes:
+    def counted(text: str, name: str = "") -> bytes:
         compiled.append(name)
         return plain(text, name)
 
