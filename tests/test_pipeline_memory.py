@@ -25,8 +25,14 @@ def run(engine: VulkanEngine, config: GPTConfig = CONFIG) -> tuple[int, int, lis
     return before, engine.device.num_pipelines_made - before, losses
 
 
-def test_the_second_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty caches, on disk and of this process."""
     monkeypatch.setenv("VKFOLD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernel_registry, "_loaded", {})
+
+
+def test_the_second_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with VulkanEngine() as engine:
         before, in_steps, losses = run(engine)
         assert before == 0 and in_steps > 10
@@ -42,9 +48,8 @@ def test_the_second_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert run(engine) == (in_steps, 0, losses), "a second model of the kind needs nothing more"
 
 
-def test_what_is_remembered_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_remembered_is_not_trusted(tmp_path: Path) -> None:
     """A damaged file, kernels that are gone and sizes no device takes are made when first used, or not at all."""
-    monkeypatch.setenv("VKFOLD_CACHE_DIR", str(tmp_path))
     with VulkanEngine() as engine:
         _, in_steps, losses = run(engine)
     (file,) = (tmp_path / "programs").iterdir()
