@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .matmul_variants import Choice, candidates, estimate
 from .ops.matmul_check import checked
-from .ops.matmul_launch import Epilogue, Layout, plan_of, run_plan
+from .ops.matmul_launch import Epilogue, Layout, pairs_of, plan_of, run_plan
 from .recorder import Recorder
 from .switches import logger
 from .variant_choice import MatmulChooser, tuning_key
@@ -110,7 +110,7 @@ def measure(gpu: Recorder, layout: Layout, choices: Sequence[Choice], *, rounds:
         aside.op_work = 2.0 * layout.product.work
 
         def once(choice: Choice, repeats: int) -> float:
-            plan = plan_of(aside, device, layout, choice)
+            plan = plan_of(aside, device, layout, choice, pairs_of(gpu, layout, choice))
 
             def record() -> None:
                 for _ in range(repeats):

@@ -10,6 +10,9 @@
 // columns, are one kernel: a_row, a_k, b_col, b_k, c_row, c_col count elements. Rows and columns beyond the matrix are
 // clamped to the last one when loading and not stored.
 //
+// PAIR_A, PAIR_B: whether a lane reads two neighbouring elements as one 64-bit word: along k (1), or along the rows of A
+// and the columns of B (2); 0: one by one. In pairs k is a multiple of UNROLL_K, and strides, sizes and addresses fit.
+//
 // SIZE: lanes of a subgroup. TM, TN: the tile of a lane. UNROLL_K: values of k in a round. A_LOADS: loads that bring TM
 // rows to SIZE lanes. SPREAD_SHUFFLE, SPREAD_BROADCAST: how a value reaches all lanes; neither: all lanes load it.
 // EACH_ROW(F, x), EACH_COLUMN(F, x), EACH_A(F, x), EACH_K(F, x): F(0, x) F(1, x) ..., as the driver likes it best: an
@@ -21,7 +24,19 @@ const uint BIAS = 1u, RESIDUAL = 2u, BIAS_BY_ROW = 4u;
 shared float partial[(SPLIT - 1) * TM * TN * SIZE];
 #endif
 
-#ifdef SPREAD_SHUFFLE
+#if PAIR_A || PAIR_B
+layout(buffer_reference, std430, buffer_reference_align = 8) buffer U64 { uint64_t v[]; };
+vec2 load_pair(F32 p, uint i) { return uintBitsToFloat(unpackUint2x32(U64(uvec2(p)).v[i >> 1])); }
+#endif
+#if PAIR_B == 2
+#define COLUMN(w) (col0 + (w) / 2u * (2u * SIZE) + (w) % 2u)
+#else
+#define COLUMN(w) (col0 + (w) * SIZE)
+#endif
+
+#if PAIR_A == 2
+#define SPREAD(r, u) subgroupShuffle(a[((r) / (2 * SIZE) * 2 + (r) % 2) * UNROLL_K + u], (r) / 2 % SIZE)
+#elif defined SPREAD_SHUFFLE
 #define SPREAD(r, u) subgroupShuffle(a[(r) / SIZE * UNROLL_K + u], (r) % SIZE)
 #elif defined SPREAD_BROADCAST
 #define SPREAD(r, u) subgroupBroadcast(a[(r) / SIZE * UNROLL_K + u], (r) % SIZE)
@@ -54,17 +69,23 @@ void main() {
     const uint batch = tile / tiles;
     if (batch >= args.batch) return;
     const uint row0 = tile % tiles % args.tiles_m * TM;
-    const uint col0 = tile % tiles / args.tiles_m * (TN * SIZE) + lane;
+    const uint col0 = tile % tiles / args.tiles_m * (TN * SIZE) + (PAIR_B == 2 ? 2u : 1u) * lane;
     const uint c_start = batch * args.m * args.n;
 
     uint a_at[A_LOADS], b_at[TN], c_at[TN];
-#if defined SPREAD_SHUFFLE || defined SPREAD_BROADCAST
+#if PAIR_A == 2
+#define PLACE_A(i, _) if ((i) % 2 == 0) a_at[i] = batch * args.batch_a + min(row0 + (i) * SIZE + 2 * lane, args.m - 2u);
+#elif defined SPREAD_SHUFFLE || defined SPREAD_BROADCAST
 #define PLACE_A(i, _) a_at[i] = batch * args.batch_a + min(row0 + (i) * SIZE + lane, args.m - 1u) * args.a_row;
 #else
 #define PLACE_A(i, _) a_at[i] = batch * args.batch_a + min(row0 + (i), args.m - 1u) * args.a_row;
 #endif
-#define PLACE_B(w, _) b_at[w] = batch * args.batch_b + min(col0 + (w) * SIZE, args.n - 1u) * args.b_col;
-#define PLACE_C(w, _) c_at[w] = c_start + row0 * args.c_row + (col0 + (w) * SIZE) * args.c_col;
+#if PAIR_B == 2
+#define PLACE_B(w, _) if ((w) % 2 == 0) b_at[w] = batch * args.batch_b + min(COLUMN(w), args.n - 2u);
+#else
+#define PLACE_B(w, _) b_at[w] = batch * args.batch_b + min(COLUMN(w), args.n - 1u) * args.b_col;
+#endif
+#define PLACE_C(w, _) c_at[w] = c_start + row0 * args.c_row + COLUMN(w) * args.c_col;
     EACH_A(PLACE_A, 0)
     EACH_COLUMN(PLACE_B, 0)
     EACH_COLUMN(PLACE_C, 0)
@@ -78,7 +99,7 @@ void main() {
     if (resumes) {
 #define RESUME(w, r) sums[(r) * TN + w] = args.c.v[resume_at[w] + min(r, num_rows - 1u) * args.c_row];
 #define RESUME_ROW(r, _) EACH_COLUMN(RESUME, r)
-#define PLACE_RESUME(w, _) resume_at[w] = c_start + row0 * args.c_row + min(col0 + (w) * SIZE, args.n - 1u) * args.c_col;
+#define PLACE_RESUME(w, _) resume_at[w] = c_start + row0 * args.c_row + min(COLUMN(w), args.n - 1u) * args.c_col;
         uint resume_at[TN];
         EACH_COLUMN(PLACE_RESUME, 0)
         EACH_ROW(RESUME_ROW, 0)
@@ -86,12 +107,29 @@ void main() {
 #endif
 
     float a[A_LOADS * UNROLL_K], b[TN * UNROLL_K], spread[UNROLL_K];
+#define PUT_PAIR(value, to, first, second) { const vec2 two = value; to[first] = two.x; to[second] = two.y; }
+#if PAIR_A == 1
+#define LOAD_A(u, i) if ((u) % 2 == 0) \
+        PUT_PAIR(load_pair(args.a, a_at[i] + k + (u)), a, (i) * UNROLL_K + (u), (i) * UNROLL_K + (u) + 1)
+#elif PAIR_A == 2
+#define LOAD_A(u, i) if ((i) % 2 == 0) \
+        PUT_PAIR(load_pair(args.a, a_at[i] + (k + (u)) * args.a_k), a, (i) * UNROLL_K + (u), ((i) + 1) * UNROLL_K + (u))
+#else
 #define LOAD_A(u, i) { const float x = args.a.v[a_at[i] + INDEX(u) * args.a_k]; a[(i) * UNROLL_K + u] = VALID(u, x, -0.0); }
+#endif
+#if PAIR_B == 1
+#define LOAD_B(u, w) if ((u) % 2 == 0) \
+        PUT_PAIR(load_pair(args.b, b_at[w] + k + (u)), b, (w) * UNROLL_K + (u), (w) * UNROLL_K + (u) + 1)
+#elif PAIR_B == 2
+#define LOAD_B(u, w) if ((w) % 2 == 0) \
+        PUT_PAIR(load_pair(args.b, b_at[w] + (k + (u)) * args.b_k), b, (w) * UNROLL_K + (u), ((w) + 1) * UNROLL_K + (u))
+#else
 #define LOAD_B(u, w) { const float x = args.b.v[b_at[w] + INDEX(u) * args.b_k]; b[(w) * UNROLL_K + u] = VALID(u, x, 0.0); }
+#endif
 #define LOADS_A(i, _) EACH_K(LOAD_A, i)
 #define LOADS_B(w, _) EACH_K(LOAD_B, w)
-#if UNROLL_K == 1
-#define INDEX(u) k
+#if UNROLL_K == 1 || PAIR_A || PAIR_B
+#define INDEX(u) (k + (u))
 #define VALID(u, x, other) x
 #else
 // What a round reaches beyond the last k counts as -0 * 0, which leaves any sum as it is.
@@ -103,7 +141,7 @@ void main() {
 #define MULTIPLY_COLUMN(w, r) EACH_K(MULTIPLY, (r) * TN + (w))
 #define MULTIPLY_ROW(r, _) EACH_K(TAKE, r) EACH_COLUMN(MULTIPLY_COLUMN, r)
     for (uint k = k_begin; k < k_end; k += UNROLL_K) {
-#if UNROLL_K > 1
+#if UNROLL_K > 1 && !PAIR_A && !PAIR_B
         const uint last = k_end - 1u - k;
 #endif
         EACH_A(LOADS_A, 0)
@@ -125,7 +163,7 @@ void main() {
     }
 #endif
 
-#define STORE(w, r) if ((r) < num_rows && col0 + (w) * SIZE < args.n) \
+#define STORE(w, r) if ((r) < num_rows && COLUMN(w) < args.n) \
         args.c.v[c_at[w] + (r) * args.c_row] = sums[(r) * TN + w];
 #define STORE_ROW(r, _) EACH_COLUMN(STORE, r)
     EACH_ROW(STORE_ROW, 0)
@@ -133,7 +171,9 @@ void main() {
     // The epilogue goes over what this lane has just stored, in a loop: written out it would be thousands of instructions.
     if (args.activation == 0u && (args.flags & (BIAS | RESIDUAL)) == 0u) return;
     const bool by_row = (args.flags & BIAS_BY_ROW) != 0u;
-    for (uint column = col0; column < min(args.n, col0 - lane + TN * SIZE); column += SIZE) {
+    for (uint w = 0; w < min(uint(TN), args.n); ++w) {
+        const uint column = COLUMN(w);
+        if (column >= args.n) break;
         for (uint r = 0; r < num_rows; ++r) {
             const uint at = (row0 + r) * args.c_row + column * args.c_col;
             float bias = 0.0, residual = 0.0;

@@ -16,7 +16,7 @@ from vkfold.engine.kernel import Kernel, read_shader
 from vkfold.engine.matmul_variants import Capabilities, Choice, Product, Variant, candidates, least_estimate
 from vkfold.engine.ops import matmul_launch
 from vkfold.engine.ops.matmul import layout_of
-from vkfold.engine.ops.matmul_launch import matmul_kernel
+from vkfold.engine.ops.matmul_launch import Pairs, matmul_kernel
 from vkfold.engine.tensor import TensorSpec
 from vkfold.engine.tuner import Timer, tune_product
 from vkfold.engine.variant_cache import TuningTable
@@ -143,8 +143,10 @@ def wrong(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> Choice:
     """The choice for PRODUCT, whose kernel now leaves out the last value of k."""
     choice = MatmulChooser.of(fresh.recorder).choose(PRODUCT)
 
-    def damaged(variant: Variant, subgroup_size: int, resumes: bool = False) -> Kernel:
-        kernel = matmul_kernel(variant, subgroup_size, resumes)
+    def damaged(
+        variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = matmul_launch.PLAIN
+    ) -> Kernel:
+        kernel = matmul_kernel(variant, subgroup_size, resumes, pairs)
         if variant != choice.variant:
             return kernel
         text = kernel.glsl.partition("#line 1\n")[2].replace("k_end = args.k;", "k_end = args.k - 1u;")

@@ -181,6 +181,8 @@ def test_a_step_is_as_many_dispatches_for_any_number_of_parameters(kind: type, m
 
 
 def test_planned_memory_is_that_of_the_device(vulkan: VulkanEngine) -> None:
+    if vulkan.guard_bytes:
+        pytest.skip("VKFOLD_DEBUG puts guards around every tensor")
     peaks = []
     for engine in (vulkan, PlanEngine()):
         groups = [[engine.empty((n,)) for _ in range(4)] for n in (9, 70_000, 300)]

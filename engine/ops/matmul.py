@@ -18,7 +18,20 @@ from ..tensor import Tensor, TensorSpec
 from ..variant_choice import MatmulChooser
 from .activation import activation_reference, check_activation
 from .matmul_check import checked
-from .matmul_launch import MAX_SLICE, Epilogue, Layout, Plan, matmul_kernel, plan_of, run_plan
+from .matmul_launch import (
+    ALL_PAIRS,
+    MAX_SLICE,
+    PAIRS_SUBGROUP,
+    PLAIN,
+    Epilogue,
+    Layout,
+    Plan,
+    has_pairs,
+    matmul_kernel,
+    pairs_of,
+    plan_of,
+    run_plan,
+)
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
@@ -68,16 +81,20 @@ def layout_of(a: TensorSpec, b: TensorSpec, trans_a: bool, trans_b: bool) -> Lay
     return Layout(product, shape.stride_a, shape.stride_b, a_row, a_k, b_col, b_k)
 
 
-def _plan(gpu: Recorder, layout: Layout, letters: str, accumulate: bool) -> Plan:
-    """Choose a variant that is known to be right, and work out its dispatch. Kept, since steps repeat."""
+def _plan(gpu: Recorder, layout: Layout, letters: str, accumulate: bool, aligned: bool) -> Plan:
+    """Choose a variant that is known to be right, and work out its dispatch. Kept, since steps repeat.
+
+    aligned: both operands start on 8 bytes.
+    """
     chooser = MatmulChooser.of(gpu)
-    key = (layout, letters, accumulate, chooser.forced(), switches.raw("VKFOLD_TUNE"))
+    key = (layout, letters, accumulate, aligned, chooser.forced(), switches.raw("VKFOLD_TUNE"))
     plan = chooser.plans.get(key)
     while plan is None:
         choice = chooser.choose(layout.product, letters)
         kinds = {accumulate, accumulate or layout.product.k > MAX_SLICE}
-        if all(checked(gpu, chooser, choice.variant, resumes) for resumes in kinds):
-            plan = chooser.plans[key] = plan_of(gpu, chooser.device, layout, choice)
+        pairs = pairs_of(gpu, layout, choice) if aligned else PLAIN
+        if all(checked(gpu, chooser, choice.variant, resumes, pairs) for resumes in kinds):
+            plan = chooser.plans[key] = plan_of(gpu, chooser.device, layout, choice, pairs)
     return plan
 
 
@@ -161,13 +178,15 @@ class MatmulOp(Op):
         layout = layout_of(a.spec, b.spec, trans_a, trans_b)
         batch, m, n, _ = layout.product
         if batch * m * n:
-            plan = _plan(gpu, layout, f"{'NT'[trans_a]}{'NT'[trans_b]}", accumulate)
+            aligned = not (a.address | b.address) & 7
+            plan = _plan(gpu, layout, f"{'NT'[trans_a]}{'NT'[trans_b]}", accumulate, aligned)
             run_plan(gpu, plan, layout, a, b, c, Epilogue(bias, residual, activation, accumulate))
 
     def kernels(self) -> Iterable[Kernel]:
         for size in SUBGROUP_SIZES:
             for variant in all_variants(size):
-                yield from (matmul_kernel(variant, size, resumes) for resumes in (False, True))
+                wanted = [PLAIN, *(p for p in ALL_PAIRS if size == PAIRS_SUBGROUP and has_pairs(variant, p))]
+                yield from (matmul_kernel(variant, size, resumes, p) for p in wanted for resumes in (False, True))
 
 
 MATMUL = register(MatmulOp())

@@ -8,12 +8,13 @@ import numpy as np
 
 from ..matmul_variants import Choice, Product, Variant, variants
 from ..variant_choice import MatmulChooser
-from .matmul_launch import Epilogue, Layout, matmul_kernel, plan_of, run_plan
+from .matmul_launch import ALONG_K, PLAIN, Epilogue, Layout, Pairs, matmul_kernel, plan_of, run_plan
 
 if TYPE_CHECKING:
     from ..recorder import Recorder
 
 _M, _N, _K = 37, 70, 11
+_PAIRED_M, _PAIRED_K = 38, 12
 _GUARD = 64  # words around C
 # NN, and TT with the epilogue: (layout, swapped, epilogue)
 _CASES = (
@@ -22,14 +23,24 @@ _CASES = (
 )
 
 
-def checked(gpu: Recorder, chooser: MatmulChooser, variant: Variant, resumes: bool) -> bool:
+def _cases(pairs: Pairs) -> tuple[tuple[Layout, bool, bool], ...]:
+    """Odd cases, or with pairs even ones that are read so."""
+    if pairs == PLAIN:
+        return _CASES
+    a = (_PAIRED_K, 1) if pairs.a == ALONG_K else (1, _PAIRED_M)
+    b = (_PAIRED_K, 1) if pairs.b == ALONG_K else (1, _N)
+    layout = Layout(Product(1, _PAIRED_M, _N, _PAIRED_K), 0, 0, *a, *b)
+    return (layout, False, False), (layout, False, True)
+
+
+def checked(gpu: Recorder, chooser: MatmulChooser, variant: Variant, resumes: bool, pairs: Pairs = PLAIN) -> bool:
     """Whether a variant's kernel is known to be right; compares it now when that is not known, and bars a wrong one."""
     base = variants(chooser.device, variant.split)
-    kernel = matmul_kernel(variant, gpu.subgroup_size, resumes)
+    kernel = matmul_kernel(variant, gpu.subgroup_size, resumes, pairs)
     if kernel.name in chooser.table.checked:
         return True
-    if base and variant != base[-1] and variant.split == base[-1].split:
-        wrong = _compare(gpu, chooser, variant, base[-1], resumes)
+    if base and (variant != base[-1] or pairs != PLAIN) and variant.split == base[-1].split:
+        wrong = _compare(gpu, chooser, variant, base[-1], resumes, pairs)
         if wrong:
             chooser.bar(variant.name, wrong)
             return False
@@ -37,10 +48,14 @@ def checked(gpu: Recorder, chooser: MatmulChooser, variant: Variant, resumes: bo
     return True
 
 
-def _compare(gpu: Recorder, chooser: MatmulChooser, variant: Variant, base: Variant, resumes: bool) -> str:
+def _compare(
+    gpu: Recorder, chooser: MatmulChooser, variant: Variant, base: Variant, resumes: bool, pairs: Pairs
+) -> str:
     """What differs, in words; "" when nothing does."""
     rng = np.random.default_rng(7)
-    sizes = {"a": _M * _K, "b": _K * _N, "bias": _N, "residual": _M * _N, "c": _M * _N + 2 * _GUARD}
+    cases = _cases(pairs)
+    _, m, n, k = cases[0][0].product
+    sizes = {"a": m * k, "b": k * n, "bias": n, "residual": m * n, "c": m * n + 2 * _GUARD}
     inputs = {name: rng.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
     starts = dict(zip(sizes, np.cumsum([0, *(-(-size // 4) * 4 for size in sizes.values())]).tolist(), strict=False))
     total = 4 * (starts["c"] + sizes["c"])
@@ -50,10 +65,10 @@ def _compare(gpu: Recorder, chooser: MatmulChooser, variant: Variant, base: Vari
         memory = np.frombuffer(buffer.mapping, np.float32, total // 4)
         where = {name: buffer.address + 4 * start for name, start in starts.items()}
 
-        def result(tile: Variant, layout: Layout, swapped: bool, epilogue: bool) -> np.ndarray:
+        def result(tile: Variant, read: Pairs, layout: Layout, swapped: bool, epilogue: bool) -> np.ndarray:
             for name, array in inputs.items():
                 memory[starts[name] : starts[name] + sizes[name]] = array
-            plan = plan_of(aside, chooser.device, layout, Choice(tile, swapped))
+            plan = plan_of(aside, chooser.device, layout, Choice(tile, swapped), read)
             ends = Epilogue(accumulate=resumes)
             if epilogue:
                 ends = Epilogue(where["bias"], where["residual"], "gelu", resumes)
@@ -62,13 +77,14 @@ def _compare(gpu: Recorder, chooser: MatmulChooser, variant: Variant, base: Vari
             aside.wait()
             return memory[starts["c"] :].copy()
 
-        for layout, swapped, epilogue in _CASES:
-            got, expected = (result(tile, layout, swapped, epilogue) for tile in (variant, base))
+        for layout, swapped, epilogue in cases:
+            got = result(variant, pairs, layout, swapped, epilogue)
+            expected = result(base, PLAIN, layout, swapped, epilogue)
             differs = np.flatnonzero(got.view(np.uint32) != expected.view(np.uint32)) - _GUARD
             if len(differs):
-                place = divmod(int(differs[0]), _N)
+                place = divmod(int(differs[0]), n)
                 values = f"{got[differs[0] + _GUARD]!r} instead of {expected[differs[0] + _GUARD]!r}"
-                return f"{len(differs)} of {_M * _N} elements differ from {base.name}, the first at {place}: {values}"
+                return f"{len(differs)} of {m * n} elements differ from {base.name}, the first at {place}: {values}"
         return ""
     finally:
         aside.close()

@@ -29,8 +29,29 @@ def _each(variant: Variant, index: str, count: int) -> str:
     return f"[[unroll]] for (uint {index} = 0; {index} < {count}; ++{index}) {{ F({index}, x) }}"
 
 
+class Pairs(NamedTuple):
+    """How a lane reads two neighbours in A and in B as one 64-bit word: ALONG_K or ACROSS it; 0: it does not."""
+
+    a: int = 0
+    b: int = 0
+
+
+ALONG_K, ACROSS = 1, 2  # as in shaders/matmul.comp
+PLAIN = Pairs()
+ALL_PAIRS = tuple(Pairs(a, b) for a in (ALONG_K, ACROSS) for b in (ALONG_K, ACROSS))
+PAIRS_SUBGROUP = 8  # lavapipe's with 256-bit vectors: what pair kernels are compiled ahead of time for
+_PAIRS_PAY = 2**17  # multiply-adds from which a kernel more is worth compiling
+
+
+def has_pairs(variant: Variant, pairs: Pairs) -> bool:
+    """Whether the tile can be read in such pairs."""
+    slots = -(-variant.tm // PAIRS_SUBGROUP)
+    fits = (pairs.a == ALONG_K or slots % 2 == 0) and (pairs.b == ALONG_K or variant.tn % 2 == 0)
+    return fits and variant.spread == "shuffle" and variant.unroll % 2 == 0
+
+
 @cache
-def matmul_kernel(variant: Variant, subgroup_size: int, resumes: bool = False) -> Kernel:
+def matmul_kernel(variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = PLAIN) -> Kernel:
     """The kernel of a tile for a subgroup size. resumes: sums go on from C; apart, because its loads take compiling."""
     a_loads = variant.tm if variant.spread == "load" else -(-variant.tm // subgroup_size)
     defines: dict[str, int | float | str] = {
@@ -41,6 +62,8 @@ def matmul_kernel(variant: Variant, subgroup_size: int, resumes: bool = False) -
         "SPLIT": variant.split,
         "RESUMES": int(resumes),
         "A_LOADS": a_loads,
+        "PAIR_A": pairs.a,
+        "PAIR_B": pairs.b,
         "EACH_ROW(F, x)": _each(variant, "each_row", variant.tm),
         "EACH_COLUMN(F, x)": _each(variant, "each_column", variant.tn),
         "EACH_A(F, x)": _each(variant, "each_a", a_loads),
@@ -51,6 +74,9 @@ def matmul_kernel(variant: Variant, subgroup_size: int, resumes: bool = False) -
     text = activation_glsl() + read_shader("matmul.comp")
     subgroups = variant.split if variant.split > 1 else variant.subgroups
     name = f"matmul_{variant.name}_s{subgroup_size}{'_more' * resumes}"
+    if pairs != PLAIN:
+        defines["WORDS64"] = 1
+        name += f"_pairs{pairs.a}{pairs.b}"
     return Kernel(name, text, _ARGS, subgroups=subgroups, defines=defines)
 
 
@@ -88,10 +114,29 @@ class Plan(NamedTuple):
     sizes: tuple[int, ...]  # the kernel's scalars from `m` on, k, activation and flags left out
 
 
-def plan_of(gpu: Recorder, device: Capabilities, layout: Layout, choice: Choice) -> Plan:
-    """The dispatch that carries out a product with this choice."""
+def pairs_of(gpu: Recorder, layout: Layout, choice: Choice) -> Pairs:
+    """The pairs a product is read in where both operands start on 8 bytes: PLAIN unless that pays on this device."""
+    product, variant = layout.product, choice.variant
+    if not gpu.in_words or gpu.subgroup_size != PAIRS_SUBGROUP or product.work < _PAIRS_PAY:
+        return PLAIN
+    a = _pair(layout.batch_a, layout.a_row, layout.a_k, product.m)
+    b = _pair(layout.batch_b, layout.b_col, layout.b_k, product.n)
+    pairs = Pairs(b, a) if choice.swapped else Pairs(a, b)
+    return pairs if a and b and product.k % variant.unroll == 0 and has_pairs(variant, pairs) else PLAIN
+
+
+def _pair(batch: int, across: int, along_k: int, size: int) -> int:
+    if batch % 2:
+        return 0
+    if along_k == 1 and across % 2 == 0:
+        return ALONG_K
+    return ACROSS if across == 1 and along_k % 2 == 0 and size % 2 == 0 else 0
+
+
+def plan_of(gpu: Recorder, device: Capabilities, layout: Layout, choice: Choice, pairs: Pairs = PLAIN) -> Plan:
+    """The dispatch that carries out a product with this choice, read in these pairs."""
     variant, (batch, m, n, _) = choice.variant, layout.product
-    kernel = matmul_kernel(variant, gpu.subgroup_size)
+    kernel = matmul_kernel(variant, gpu.subgroup_size, False, pairs)
     tiles_m, tiles_n = tiles_of(device, layout.product, choice)
     a, b = (layout.batch_a, layout.a_row, layout.a_k), (layout.batch_b, layout.b_col, layout.b_k)
     rows, columns, c = m, n, (n, 1)
@@ -101,7 +146,7 @@ def plan_of(gpu: Recorder, device: Capabilities, layout: Layout, choice: Choice)
     if variant.split == 1:
         tiles = -(-tiles // (kernel.workgroup_size(gpu.subgroup_size, gpu.max_invocations) // gpu.subgroup_size))
     sizes = (rows, columns, batch, a[0], b[0], *a[1:], *b[1:], *c, tiles_m, tiles_n)
-    return Plan(kernel, matmul_kernel(variant, gpu.subgroup_size, True), tiles, choice.swapped, sizes)
+    return Plan(kernel, matmul_kernel(variant, gpu.subgroup_size, True, pairs), tiles, choice.swapped, sizes)
 
 
 def _after(start: Address, elements: int) -> Address | tuple[Tensor, int]:
