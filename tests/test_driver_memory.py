@@ -110,7 +110,8 @@ def test_a_small_reference_step_is_as_planned(options: list[str], monkeypatch: p
     assert set(told["measured"]["driver_bytes"]) == {"forward", "backward", "optimizer"}
 
 
-def test_a_step_that_does_not_fit_is_refused_at_once() -> None:
+def test_a_step_that_does_not_fit_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VKFOLD_DEBUG", "0")
     done = reference_step("--d-model", "8192", "--d-ff", "65536", "--num-layers", "60", "--num-heads", "64")
     assert done.returncode == 2
     assert "the step needs" in done.stderr and "a smaller --batch-size" in done.stderr
