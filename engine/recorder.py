@@ -12,8 +12,8 @@ from typing import Any
 
 from .errors import VkfoldError
 from .kernel import Kernel
-from .kernel_registry import spirv_for
-from .pipeline_memory import Recipe, make_pipelines
+from .kernel_pipelines import KernelPipelines
+from .pipeline_memory import Recipe
 from .step_stream import COPY, FILL, SUBMIT, WRITE, Input, Place, StepStream
 from .tensor import Tensor
 from .transfer_queue import TransferQueue
@@ -45,20 +45,18 @@ class Recorder:
     Ops see it as their launcher: `dispatch`, `fill_zero`, and what kind of device this is.
     """
 
-    def __init__(self, device: Device, pipelines: dict[Kernel, Any] | None = None) -> None:
+    def __init__(self, device: Device, pipelines: KernelPipelines | None = None) -> None:
         self.device = device
         self.subgroup_size: int = device.subgroup_size
         self.max_invocations: int = device.max_workgroup_invocations
         self.is_cpu: bool = device.is_cpu
         self.driver: str = device.driver_name
-        # lavapipe goes through the lanes of an access one by one: fewer and longer ones pay there.
-        self.in_words = device.driver_name == "llvmpipe" and "shaderInt64" in device.physical.features
         rate = _WORK_PER_SECOND["cpu" if device.is_cpu else "gpu"]
         self._dispatch_work = rate * _DISPATCH_SECONDS
         self._submit_work = rate * _SUBMIT_SECONDS
         self._owns_pipelines = pipelines is None
-        self._pipelines: dict[Kernel, Any] = {} if pipelines is None else pipelines
-        self._made_ahead: dict[Recipe, Any] = {}  # for kernels that were not asked for yet
+        self.pipelines = KernelPipelines(device) if pipelines is None else pipelines
+        self._by_kernel = self.pipelines.by_kernel
         self._current: Batch | None = None
         self._in_flight: list[Batch] = []
         self._spare: list[Batch] = []
@@ -94,35 +92,11 @@ class Recorder:
 
     def aside(self) -> Recorder:
         """A recorder with the same pipelines, for work apart from the open batch. Close it."""
-        return Recorder(self.device, self._pipelines)
-
-    def pipeline(self, kernel: Kernel) -> Any:
-        """The compiled pipeline of a kernel, made at first use."""
-        found = self._pipelines.get(kernel)
-        if found is None:
-            recipe = self._recipe(kernel)
-            found = self._made_ahead.pop(recipe, None)
-            if found is None:
-                spirv = spirv_for(kernel.in_words if self.in_words else kernel)
-                found = self.device.create_pipeline(spirv, *recipe[2:4], kernel.name, recipe.subgroup_size)
-            self._pipelines[kernel] = found
-        return found
-
-    def recipes(self, used: Iterable[Any]) -> list[Recipe]:
-        """How to make these pipelines again."""
-        wanted = set(map(id, used))
-        kernels = [kernel for kernel, pipeline in self._pipelines.items() if id(pipeline) in wanted]
-        return [self._recipe(kernel) for kernel in kernels]
-
-    def _recipe(self, kernel: Kernel) -> Recipe:
-        kernel = kernel.in_words if self.in_words else kernel
-        return Recipe.of(kernel, self.subgroup_size, self.max_invocations)
+        return Recorder(self.device, self.pipelines)
 
     def make_ahead(self, recipes: Iterable[Recipe]) -> int:
         """Make the pipelines of recipes that are not there yet, all at once. Returns how many were made."""
-        there = {*self._made_ahead, *self.recipes(self._pipelines.values())}
-        made = make_pipelines(self.device, [recipe for recipe in recipes if recipe not in there])
-        self._made_ahead.update(made)
+        made = self.pipelines.make_ahead(recipes)
         if made:
             # Some drivers put off compiling to the first dispatch: one of no workgroup is enough.
             commands = (self._current or self._open()).commands
@@ -145,7 +119,7 @@ class Recorder:
             if num_groups == 0:
                 return
             raise ValueError(f"kernel {kernel.name!r}: {num_groups} workgroups; it must be 0 to 2^32 - 1")
-        pipeline = self._pipelines.get(kernel) or self.pipeline(kernel)
+        pipeline = self._by_kernel.get(kernel) or self.pipelines.make(kernel)
         if self.trace is not None:
             self.trace(kernel.name)
         values = []
@@ -435,13 +409,10 @@ class Recorder:
             batch.fence.destroy()
         for buffer in self._staging:
             self.device.destroy_buffer(buffer)
-        made = [*self._made_ahead.values(), *(self._pipelines.values() if self._owns_pipelines else ())]
-        for pipeline in made:
-            self.device.destroy_pipeline(pipeline)
-        self._made_ahead.clear()
+        if self._owns_pipelines:
+            self.pipelines.destroy()
         self._spare.clear()
         self._staging.clear()
-        self._pipelines = {}
 
 
 def place_of(tensor: Tensor) -> Place:

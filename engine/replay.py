@@ -32,6 +32,7 @@ class PoolUse:
         self.pool = pool
         self.peak_before = pool.peak_live_bytes
         self.first_allocation = pool.total_allocations
+        self.generation = pool.generation
         self.peak = self.num_allocations = 0
         pool.peak_live_bytes = pool.live_bytes
 
@@ -208,7 +209,7 @@ class StepReplayer:
     def remember_pipelines(self, program: str, stream: StepStream) -> None:
         """Remember the pipelines of a recorded step for the next run of the program."""
         used = {id(command[0]): command[0] for command in stream.commands if not isinstance(command[0], str)}
-        save_recipes(program_path(self.recorder.device, program), self.recorder.recipes(used.values()))
+        save_recipes(program_path(self.recorder.device, program), self.recorder.pipelines.recipes(used.values()))
 
     def placement(self) -> tuple[tuple[int, int, int], ...]:
         """Equal when the live ranges of all pools are the same."""
@@ -234,6 +235,8 @@ class StepReplayer:
         for use in self._uses:
             use.finish()
         uses, self._uses = self._uses, []
+        if any(use.pool.generation != use.generation for use in uses):
+            stream.obstacle = "blocks went back to the driver during the step"  # it may use one that is gone
         return stream, uses
 
     def abandon(self) -> None:

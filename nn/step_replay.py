@@ -107,7 +107,7 @@ class StepReplay:
         return ModeWatch(model)
 
     def _key(self, settings: tuple[Any, ...]) -> tuple[Any, ...]:
-        optimizer = [value for name, value in vars(self.optimizer).items() if name not in _NOT_SETTINGS]
+        optimizer = [_identity(value) for name, value in vars(self.optimizer).items() if name not in _NOT_SETTINGS]
         return settings, optimizer, switches.snapshot(), self.replayer.placement()
 
     # -- recording ---------------------------------------------------------------------------------------------------
@@ -244,6 +244,11 @@ class StepReplay:
         engine.end_batch()
         engine.end_step()
         return [np.frombuffer(bytes(view), np.float32) for view in results]
+
+
+def _identity(value: Any) -> Any:
+    """An optimizer's setting; of its parameters and moments, which objects they are."""
+    return (id(value), *map(id, value.values())) if isinstance(value, dict) else value
 
 
 def _write(inputs: dict[Input, Any], batches: Sequence[MicroBatch]) -> None:

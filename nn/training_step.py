@@ -170,6 +170,8 @@ class TrainingStep:
             raise BadInputError(f"learning_rate is {learning_rate}: it must be finite")
         self.model.engine.check_open()
         replay = self._replay
+        if replay is not None and (replay.model is not self.model or replay.optimizer is not self.optimizer):
+            replay = self._replay = StepReplay(self.model, self.optimizer)
         num_valid = self._num_valid(micro_batches)
         if num_valid == 0:
             self.model.clear_gradients()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -317,6 +318,17 @@ def test_changes_are_seen(vulkan: VulkanEngine) -> None:
     assert not replays()
     weight.data = held
     assert replays()
+    frozen, values = run.optimizer.parameters.pop("final_norm.weight"), held.numpy()
+    assert not replays()
+    assert np.array_equal(frozen.data.numpy(), values)
+    run.optimizer.parameters = model.named_parameters()
+    run.steps(2)
+    assert replays()
+    run.training_step.optimizer = SGD(model)
+    assert not replays()
+    run.training_step.optimizer = run.optimizer
+    run.steps(2)
+    assert replays()
     with vulkan.parameter_pool():
         run.step()
     assert stats.not_captured["the step runs inside parameter_pool()"]
@@ -441,6 +453,46 @@ def test_closing_with_captures() -> None:
     assert engine.replay_stats().dropped == {"the engine was closed": 1}
     with pytest.raises(RuntimeError, match="closed"):
         run.step()
+
+
+def test_no_python_for_any_op(vulkan: VulkanEngine) -> None:
+    """A replayed step makes as many Python calls for many layers as for one, and only some hundred."""
+
+    def calls(num_layers: int) -> int:
+        run = Run(vulkan, replace(CONFIG, num_layers=num_layers), max_norm=1.0)
+        run.steps(3)
+        count = 0
+
+        def heard(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(heard)
+        try:
+            result = run.step()
+        finally:
+            sys.setprofile(None)
+        assert result.replayed
+        return count
+
+    few, many = calls(1), calls(6)
+    assert abs(few - many) <= 5  # a wait may look at the fence once more
+    assert few < 500
+
+
+def test_blocks_released_in_a_step(fresh: VulkanEngine) -> None:
+    """A step that gives blocks back midway is never captured: its stream may name memory that is gone."""
+
+    def release(phase: str, micro_batch: int, stats: Any) -> None:
+        held = fresh.empty((16 * 2**20,))
+        del held
+        fresh.pools["step"].release_idle_blocks(keep_retained=False)
+
+    run = Run(fresh, on_pools=release)
+    run.steps(5)
+    stats = fresh.replay_stats()
+    assert (stats.captured, stats.recorded) == (0, 5)
+    assert stats.not_captured["blocks went back to the driver during the step"] == 5
 
 
 def test_pool_statistics(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:

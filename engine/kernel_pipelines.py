@@ -1,0 +1,56 @@
+"""The pipelines of a device's kernels: made at first use, or many at once before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .kernel import Kernel
+from .kernel_registry import spirv_for
+from .pipeline_memory import Recipe, make_pipelines
+from .vulkan_api import Device, Pipeline
+
+
+class KernelPipelines:
+    """One pipeline a kernel. by_kernel: those that were asked for."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        # lavapipe goes through the lanes of an access one by one: fewer and longer ones pay there.
+        self.in_words = device.driver_name == "llvmpipe" and "shaderInt64" in device.physical.features
+        self.by_kernel: dict[Kernel, Pipeline] = {}
+        self._ahead: dict[Recipe, Pipeline] = {}
+
+    def _text(self, kernel: Kernel) -> Kernel:
+        return kernel.in_words if self.in_words else kernel
+
+    def _recipe(self, kernel: Kernel) -> Recipe:
+        return Recipe.of(self._text(kernel), self.device.subgroup_size, self.device.max_workgroup_invocations)
+
+    def make(self, kernel: Kernel) -> Pipeline:
+        """The pipeline of a kernel that was not asked for yet."""
+        recipe = self._recipe(kernel)
+        found = self._ahead.pop(recipe, None)
+        if found is None:
+            spirv = spirv_for(self._text(kernel))
+            found = self.device.create_pipeline(spirv, *recipe[2:4], kernel.name, recipe.subgroup_size)
+        self.by_kernel[kernel] = found
+        return found
+
+    def recipes(self, used: Iterable[Pipeline]) -> list[Recipe]:
+        """How to make these pipelines again."""
+        wanted = set(map(id, used))
+        return [self._recipe(kernel) for kernel, pipeline in self.by_kernel.items() if id(pipeline) in wanted]
+
+    def make_ahead(self, recipes: Iterable[Recipe]) -> dict[Recipe, Pipeline]:
+        """Make those that are not there yet, all at once; returns them."""
+        there = {*self._ahead, *self.recipes(self.by_kernel.values())}
+        made = make_pipelines(self.device, [recipe for recipe in recipes if recipe not in there])
+        self._ahead.update(made)
+        return made
+
+    def destroy(self) -> None:
+        """Destroy all of them; no submit in flight may use one."""
+        for pipeline in (*self.by_kernel.values(), *self._ahead.values()):
+            self.device.destroy_pipeline(pipeline)
+        self.by_kernel.clear()
+        self._ahead.clear()
