@@ -72,6 +72,11 @@ class Recorder:
         self.transfers: TransferQueue | None = None  # a second queue, once tensors are offloaded on one
         self.trace: Callable[[str], None] | None = None  # hears the kernel of every dispatch; profiler.py
 
+    @property
+    def in_words(self) -> bool:
+        """Whether kernels run as their variants that read and write four floats as two words."""
+        return self.pipelines.in_words
+
     # -- recording ---------------------------------------------------------------------------------------------------
     def _open(self) -> Batch:
         batch = self._current
