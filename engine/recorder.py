@@ -77,6 +77,10 @@ class Recorder:
         """Whether kernels run as their variants that read and write four floats as two words."""
         return self.pipelines.in_words
 
+    @in_words.setter
+    def in_words(self, on: bool) -> None:
+        self.pipelines.in_words = on
+
     # -- recording ---------------------------------------------------------------------------------------------------
     def _open(self) -> Batch:
         batch = self._current

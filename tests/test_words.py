@@ -21,7 +21,7 @@ def engines() -> Iterator[tuple[VulkanEngine, VulkanEngine]]:
     with VulkanEngine() as words, VulkanEngine() as plain:
         if "shaderInt64" not in words.device.physical.features:
             pytest.skip("the device has no 64-bit integers")
-        words.recorder.pipelines.in_words, plain.recorder.pipelines.in_words = True, False
+        words.recorder.in_words, plain.recorder.in_words = True, False
         yield words, plain
 
 
@@ -79,4 +79,4 @@ def test_which_kernels_have_such_places() -> None:
 def test_only_where_it_pays(vulkan: VulkanEngine) -> None:
     device = vulkan.device
     expected = device.driver_name == "llvmpipe" and "shaderInt64" in device.physical.features
-    assert vulkan.recorder.pipelines.in_words == expected
+    assert vulkan.recorder.in_words == expected
