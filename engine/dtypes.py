@@ -66,3 +66,12 @@ def bfloat16_bits(values: Any) -> Any:
 def bfloat16_values(bits: Any) -> Any:
     """The float32 values of bfloat16 bits."""
     return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(values: Any, precision: str) -> Any:
+    """Floats rounded to float32, float16 or bfloat16 (to nearest even), in the array's own type."""
+    if precision == "float32":
+        return values
+    short = values.astype(np.float32)
+    short = short.astype(np.float16) if precision == "float16" else bfloat16_values(bfloat16_bits(short))
+    return short.astype(values.dtype)

@@ -6,6 +6,7 @@ import hashlib
 import math
 import re
 import struct
+from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -118,7 +119,7 @@ class Kernel:
     argument gives `group_index()`, the linear workgroup index (dispatches are one-dimensional and may be split). The
     count in brackets may be left out; where it is given, `VulkanEngine.dispatch` refuses a tensor with fewer elements.
     local_size: invocations a workgroup, or subgroups: whole subgroups a workgroup (size from the device); in GLSL the
-    size is `gl_WorkGroupSize.x`. defines: preprocessor names and values.
+    size is `gl_WorkGroupSize.x`. defines: preprocessor names and values. extensions: GLSL extensions beyond the usual.
 
     Raises ValueError for malformed arguments or more than 128 bytes of them.
     """
@@ -132,10 +133,12 @@ class Kernel:
         local_size: int = 0,
         subgroups: int = 0,
         defines: dict[str, int | float | str] | None = None,
+        extensions: Sequence[str] = (),
     ) -> None:
         if bool(local_size) == bool(subgroups) or local_size < 0 or subgroups < 0:
             raise ValueError(f"kernel {name!r}: give either local_size or subgroups, a number above 0")
         self.name = name
+        self.extensions = tuple(extensions)
         self.local_size = local_size
         self.subgroups = subgroups
         self.defines = dict(defines or {})
@@ -177,6 +180,7 @@ class Kernel:
         defines = "".join(f"#define {key} {value}\n" for key, value in self.defines.items())
         return (
             _VERSION
+            + "".join(f"#extension {name} : require\n" for name in self.extensions)
             + (_WORDS64 if "WORDS64" in self.defines else "")
             + _HEADER
             + (GLSL_STRUCT if self.takes_step else "")

@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from .recorder import Recorder
 
 SUBGROUP_SIZES = (4, 8, 16, 32, 64)
+MATRIX_SUBGROUP_SIZES = (32, 64)
+PRECISIONS = ("float32", "float16", "bfloat16")  # of the operands; sums are float32
 _MIN_INVOCATIONS = 128  # a workgroup, on any Vulkan device
 
 
 class Capabilities(NamedTuple):
     """What the choice looks at. driver: "llvmpipe", "SwiftShader" or another; driver_major: its version.
 
-    parallel: subgroups the device works on at a time, about.
+    parallel: subgroups the device works on at a time, about. matrix: it has cooperative matrices of 16 x 16 x 16 with
+    float16 operands and float32 sums.
     """
 
     subgroup_size: int
@@ -30,12 +33,15 @@ class Capabilities(NamedTuple):
     driver: str
     driver_major: int
     parallel: int = 1024
+    matrix: bool = False
 
     @classmethod
     def of(cls, gpu: Recorder) -> Capabilities:
         """Of the device that is being recorded for."""
         parallel = _cpus() if gpu.is_cpu else 1024
-        return cls(gpu.subgroup_size, gpu.is_cpu, gpu.driver, _major(gpu.device.physical.driver_info), parallel)
+        physical = gpu.device.physical
+        matrix = physical.multiplies_matrices and gpu.subgroup_size in MATRIX_SUBGROUP_SIZES
+        return cls(gpu.subgroup_size, gpu.is_cpu, gpu.driver, _major(physical.driver_info), parallel, matrix)
 
 
 @cache
@@ -52,9 +58,11 @@ def _cpus() -> int:
 class Variant(NamedTuple):
     """A tile of tm rows by tn columns a lane; unroll: values of k a round; subgroups: of a workgroup.
 
-    spread: how a value of A reaches all lanes: "shuffle", "broadcast", or "load" (each lane loads it). split: parts of
-    k that subgroups of a workgroup sum up apart. written: loops written out, for a driver that unrolls none.
-    least_work: products below this many multiply-adds leave it aside, because its compilation would not pay.
+    spread: how a value of A reaches all lanes: "shuffle", "broadcast", or "load" (each lane loads it); or the tile is a
+    workgroup's: "shared" (operands staged in shared memory) or "matrix" (and multiplied by cooperative matrices).
+    split: parts of k that subgroups of a workgroup sum up apart. written: for a driver that does badly at unrolling
+    loops: written out, or in the tile of a workgroup left rolled. least_work: products below this many multiply-adds
+    leave it aside, because its compilation would not pay. precision: what operands are rounded to.
     """
 
     spread: str
@@ -65,12 +73,25 @@ class Variant(NamedTuple):
     split: int = 1
     written: bool = False
     least_work: int = 0
+    precision: str = "float32"
+
+    @property
+    def whole_workgroup(self) -> bool:
+        """Whether the tile is a workgroup's and not a subgroup's."""
+        return self.spread in ("shared", "matrix")
+
+    def tile(self, subgroup_size: int) -> tuple[int, int]:
+        """Rows and columns of C that one tile covers."""
+        return self.tm, self.tn * (1 if self.whole_workgroup else subgroup_size)
 
     @property
     def name(self) -> str:
         """As it is forced and logged, for example "shuffle_32x8u2"."""
         unroll = f"u{self.unroll}" if self.unroll > 1 else ""
-        return f"{self.spread}_{self.tm}x{self.tn}{unroll}" + (f"_split{self.split}" if self.split > 1 else "")
+        split = f"_split{self.split}" if self.split > 1 else ""
+        rounded = f"_{self.precision}" if self.precision != "float32" else ""
+        rolled = "_rolled" if self.written and self.whole_workgroup else ""
+        return f"{self.spread}_{self.tm}x{self.tn}{unroll}{split}{rounded}{rolled}"
 
 
 class Choice(NamedTuple):
@@ -124,9 +145,14 @@ _LAVAPIPE = _shuffle_family(4)
 _SWIFTSHADER = tuple(
     Variant("broadcast", tm, tn, written=True) for tm, tn in ((16, 8), (8, 8), (16, 4), (8, 4), (4, 4), (8, 1))
 )
-_GPU = tuple(
-    Variant("broadcast", tm, tn, unroll, subgroups=4)
-    for tm, tn, unroll in ((16, 4, 2), (8, 8, 2), (8, 4, 2), (4, 4, 4), (8, 1, 4), (4, 1, 4))
+_SHARED = Variant("shared", 64, 64)
+_MATRIX = Variant("matrix", 64, 64, precision="float16")
+_GPU = (
+    _SHARED,
+    *(
+        Variant("broadcast", tm, tn, unroll, subgroups=4)
+        for tm, tn, unroll in ((16, 4, 2), (8, 8, 2), (8, 4, 2), (4, 4, 4), (8, 1, 4), (4, 1, 4))
+    ),
 )
 _GPU_SPLIT = tuple(
     Variant("broadcast", tm, tn, unroll, split=split)
@@ -152,10 +178,24 @@ def all_variants(subgroup_size: int) -> tuple[Variant, ...]:
     """Every variant a device with this subgroup size can ask for."""
     families: list[tuple[Variant, ...]] = [_GPU, tuple(v for v in _GPU_SPLIT if v.split == _split_for(subgroup_size))]
     if subgroup_size == 4:
-        families.append(_SWIFTSHADER)
+        families += [_SWIFTSHADER, (_SHARED._replace(written=True),)]
     if subgroup_size in (4, 8, 16):  # lavapipe goes by the CPU's vector width
         families += [_LAVAPIPE, _LAVAPIPE_OLD]
     return tuple(dict.fromkeys(variant for family in families for variant in family))
+
+
+def rounded_variants(subgroup_size: int) -> tuple[Variant, ...]:
+    """Every variant for operands of less than float32."""
+    emulated = [_SHARED._replace(precision=precision) for precision in PRECISIONS[1:]]
+    if subgroup_size == 4:
+        emulated += [variant._replace(written=True) for variant in emulated]
+    return (*emulated, _MATRIX) if subgroup_size in MATRIX_SUBGROUP_SIZES else tuple(emulated)
+
+
+def rounded_choices(device: Capabilities, precision: str) -> list[Choice]:
+    """Variants for operands of less than float32, the best first: cooperative matrices where the device has them."""
+    emulated = Choice(_SHARED._replace(precision=precision, written=device.driver == "SwiftShader"))
+    return [Choice(_MATRIX), emulated] if device.matrix and precision == _MATRIX.precision else [emulated]
 
 
 def _split_for(subgroup_size: int) -> int:
@@ -183,7 +223,8 @@ def candidates(device: Capabilities, product: Product) -> list[Choice]:
 def tiles_of(device: Capabilities, product: Product, choice: Choice) -> tuple[int, int]:
     """Tiles along the spread side (rows, unless swapped) and along the lanes' side of C."""
     rows, columns = (product.n, product.m) if choice.swapped else (product.m, product.n)
-    return -(-rows // choice.variant.tm), -(-columns // (choice.variant.tn * device.subgroup_size))
+    tall, wide = choice.variant.tile(device.subgroup_size)
+    return -(-rows // tall), -(-columns // wide)
 
 
 def estimate(device: Capabilities, product: Product, choice: Choice) -> float:
@@ -195,6 +236,9 @@ def estimate(device: Capabilities, product: Product, choice: Choice) -> float:
         costs = _COSTS_SWIFTSHADER
     variant, size = choice.variant, device.subgroup_size
     down, across = tiles_of(device, product, choice)
+    if variant.whole_workgroup:  # 8 x 4 sums an invocation: 12 shared loads a k, 2 global ones
+        waves = -(-product.batch * down * across * (_MIN_INVOCATIONS // size) // device.parallel)
+        return waves * (product.k * (32 * costs.multiply + 12 * costs.spread + costs.load) + 32 * costs.store)
     step = (variant.tn + -(-variant.tm // size)) * costs.load + variant.tm * costs.spread + costs.round / variant.unroll
     step += variant.tm * variant.tn * costs.multiply
     tile = step * product.k / variant.split + variant.tm * variant.tn * costs.store

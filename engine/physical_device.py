@@ -99,6 +99,8 @@ class PhysicalDevice:
     transfer_queue: tuple[int, int] | None = None  # (family, index) of a queue for copies beside the compute queue
     features: frozenset[str] = frozenset({"bufferDeviceAddress"})
     extensions: frozenset[str] = field(default=frozenset(), repr=False)
+    # (M, N, K) of cooperative matrices that a subgroup multiplies: float16 operands, float32 sums
+    matrix_shapes: tuple[tuple[int, int, int], ...] = ()
     heaps: tuple[MemoryHeap, ...] = ()
     memory_types: tuple[MemoryType, ...] = ()
     handle: Any = field(default=None, repr=False, compare=False)
@@ -112,6 +114,12 @@ class PhysicalDevice:
     def has_uuid(self) -> bool:
         """Whether the driver gives a deviceUUID."""
         return self.uuid.strip("0") != ""
+
+    @property
+    def multiplies_matrices(self) -> bool:
+        """Whether it has the cooperative matrices that shaders/matmul_shared.comp is written for."""
+        needed = {"cooperativeMatrix", "shaderFloat16", "vulkanMemoryModel"}
+        return (16, 16, 16) in self.matrix_shapes and needed <= self.features
 
     @property
     def driver_key(self) -> str:

@@ -16,7 +16,16 @@ from weakref import WeakKeyDictionary
 from . import switches
 from .errors import BadInputError, VkfoldError
 from .kernel import SHADER_DIR
-from .matmul_variants import Capabilities, Choice, Product, all_variants, candidates, estimate, variants
+from .matmul_variants import (
+    Capabilities,
+    Choice,
+    Product,
+    all_variants,
+    candidates,
+    estimate,
+    rounded_choices,
+    variants,
+)
 from .variant_cache import TuningTable
 
 if TYPE_CHECKING:
@@ -88,7 +97,8 @@ def select(device: Capabilities, product: Product, key: str, table: TuningTable,
 def _kernel_hash() -> str:
     """Of the files that make the kernels of matmul: what was measured or checked with others does not count."""
     here = Path(__file__).parent
-    files = (SHADER_DIR / "matmul.comp", here / "matmul_variants.py", here / "ops" / "matmul_launch.py")
+    shaders = (SHADER_DIR / f for f in ("matmul.comp", "matmul_shared.comp", "matmul_finish.glsl", "float_bits.glsl"))
+    files = (*shaders, here / "matmul_variants.py", here / "ops" / "matmul_launch.py")
     more = (here / "spirv.py", here / "glsl_compiler.py")
     return hashlib.sha256(b"".join(path.read_bytes() for path in (*files, *more))).hexdigest()[:12]
 
@@ -124,10 +134,15 @@ class MatmulChooser:
             self._switch, self._switched = text, forced_by_switch("matmul", text)
         return self._switched
 
-    def choose(self, product: Product, layout: str = "NN") -> Choice:
+    def choose(self, product: Product, layout: str = "NN", precision: str = "float32") -> Choice:
         """The variant for a product. Raises ValueError for a forced one there is not, VkfoldError for a barred one."""
-        name = self.forced()
-        if name:
+        name = self.forced() if precision == "float32" else ""
+        if precision != "float32":
+            usable = [c for c in rounded_choices(self.device, precision) if c.variant.name not in self.table.barred]
+            if not usable:
+                raise VkfoldError(f"matmul in {precision} is barred on this device: {self.table.barred}")
+            choice, why = usable[0], f"{precision} was asked for"
+        elif name:
             choice, why = self.named(name), "forced"
             if choice.variant.name in self.table.barred:
                 raise VkfoldError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .physical_device import (
@@ -13,18 +14,20 @@ from .physical_device import (
     compute_family,
     transfer_queue,
 )
-from .vulkan_binding import binding, enumerate_all, link, struct, text
+from .vulkan_binding import binding, check, enumerate_all, link, struct, text
 
 API_1_2 = (1 << 22) | (2 << 12)
 # Feature names by the struct that carries them; only these are asked about and enabled.
 FEATURES_1_2 = ("bufferDeviceAddress", "scalarBlockLayout", "shaderFloat16", "shaderInt8", "subgroupBroadcastDynamicId",
                 "hostQueryReset", "timelineSemaphore", "vulkanMemoryModel", "vulkanMemoryModelDeviceScope")  # fmt: skip
 FEATURES_SUBGROUP = ("subgroupSizeControl", "computeFullSubgroups")
+FEATURES_MATRIX = ("cooperativeMatrix",)
+MATRIX_EXTENSION = "VK_KHR_cooperative_matrix"
 FEATURES_BASE = ("shaderInt64", "shaderFloat64", "shaderInt16")
 
 
-def describe_device(index: int, handle: Any) -> PhysicalDevice:
-    """Ask a VkPhysicalDevice everything vkfold wants to know."""
+def describe_device(index: int, handle: Any, function: Callable[[str], Any]) -> PhysicalDevice:
+    """Ask a VkPhysicalDevice everything vkfold wants to know. function: gives an extension's functions by name."""
     lib, ffi, _, null = binding()
     array, count = enumerate_all(
         lib.vkEnumerateDeviceExtensionProperties,
@@ -39,6 +42,7 @@ def describe_device(index: int, handle: Any) -> PhysicalDevice:
     version = base.apiVersion
     modern = version >= API_1_2
     control = modern and "VK_EXT_subgroup_size_control" in extensions
+    matrices = modern and MATRIX_EXTENSION in extensions
     maintenance4 = modern and "VK_KHR_maintenance4" in extensions
     v11, driver = struct("VkPhysicalDeviceVulkan11Properties"), struct("VkPhysicalDeviceDriverProperties")
     sizes = struct("VkPhysicalDeviceSubgroupSizeControlProperties")
@@ -51,12 +55,14 @@ def describe_device(index: int, handle: Any) -> PhysicalDevice:
         struct("VkPhysicalDeviceVulkan12Features"),
         struct("VkPhysicalDeviceSubgroupSizeControlFeatures"),
     )
+    fmatrix = struct("VkPhysicalDeviceCooperativeMatrixFeaturesKHR")
     features = struct("VkPhysicalDeviceFeatures2")
     if modern:
-        link(features, f12, fcontrol if control else None)
+        link(features, f12, fcontrol if control else None, fmatrix if matrices else None)
     lib.vkGetPhysicalDeviceFeatures2(handle, features)
     names = [name for name in FEATURES_1_2 if getattr(f12, name)]
     names += [name for name in FEATURES_SUBGROUP if getattr(fcontrol, name)]
+    names += [name for name in FEATURES_MATRIX if getattr(fmatrix, name)]
     names += [name for name in FEATURES_BASE if getattr(features.features, name)]
     heaps, types = _memory(handle, "VK_EXT_memory_budget" in extensions)
     queues = _queue_families(handle)
@@ -95,9 +101,30 @@ def describe_device(index: int, handle: Any) -> PhysicalDevice:
         transfer_queue=transfer_queue(queues, family) if can_order else None,
         features=frozenset(names),
         extensions=extensions,
+        matrix_shapes=_matrix_shapes(handle, function) if "cooperativeMatrix" in names else (),
         heaps=heaps,
         memory_types=types,
         handle=handle,
+    )
+
+
+def _matrix_shapes(handle: Any, function: Callable[[str], Any]) -> tuple[tuple[int, int, int], ...]:
+    """(M, N, K) that a subgroup multiplies with float16 operands and float32 sums."""
+    lib, ffi, _, null = binding()
+    name = "vkGetPhysicalDeviceCooperativeMatrixPropertiesKHR"
+    ask, count = function(name), ffi.new("uint32_t*")
+    check(ask(handle, count, null), name)
+    made = struct("VkCooperativeMatrixPropertiesKHR")
+    array = ffi.new("VkCooperativeMatrixPropertiesKHR[]", max(1, count[0]))
+    for i in range(count[0]):
+        array[i].sType = made.sType
+    check(ask(handle, count, array), name)
+    half, single = lib.VK_COMPONENT_TYPE_FLOAT16_KHR, lib.VK_COMPONENT_TYPE_FLOAT32_KHR
+    return tuple(
+        (p.MSize, p.NSize, p.KSize)
+        for p in (array[i] for i in range(count[0]))
+        if (p.AType, p.BType, p.CType, p.ResultType) == (half, half, single, single)
+        and p.scope == lib.VK_SCOPE_SUBGROUP_KHR
     )
 
 

@@ -10,7 +10,14 @@ from .physical_device import PhysicalDevice
 from .pipeline_cache import load_cache, save_cache
 from .vulkan_binding import binding, check, link, string_array, struct
 from .vulkan_commands import CommandBuffer, Fence, PreparedSubmit, QueryPool
-from .vulkan_describe import FEATURES_1_2, FEATURES_BASE, FEATURES_SUBGROUP, heap_budgets
+from .vulkan_describe import (
+    FEATURES_1_2,
+    FEATURES_BASE,
+    FEATURES_MATRIX,
+    FEATURES_SUBGROUP,
+    MATRIX_EXTENSION,
+    heap_budgets,
+)
 from .vulkan_instance import Instance
 from .vulkan_pipeline import PUSH_BYTES, Pipeline, make_pipeline
 from .vulkan_timeline import Point, Timeline, submit_ordered
@@ -82,7 +89,12 @@ class Device:
             setattr(subgroup, name, int(name in physical.features))
         for name in FEATURES_BASE:
             setattr(features.features, name, int(name in physical.features))
-        link(features, f12, subgroup if "VK_EXT_subgroup_size_control" in self.extensions else None)
+        matrices = struct("VkPhysicalDeviceCooperativeMatrixFeaturesKHR") if physical.multiplies_matrices else None
+        if matrices is not None:
+            self.extensions.append(MATRIX_EXTENSION)
+            for name in FEATURES_MATRIX:
+                setattr(matrices, name, int(name in physical.features))
+        link(features, f12, subgroup if "VK_EXT_subgroup_size_control" in self.extensions else None, matrices)
         assert physical.compute_family is not None
         copies = self.transfer_queue = self._choose_transfer_queue()
         self.families = sorted({physical.compute_family, copies[0]} if copies else {physical.compute_family})
@@ -103,7 +115,7 @@ class Device:
         )
         out = ffi.new("VkDevice*")
         check(lib.vkCreateDevice(physical.handle, info, null, out), "vkCreateDevice")
-        del f12, subgroup, features, priorities, queues, keep
+        del f12, subgroup, matrices, features, priorities, queues, keep
         self.handle = out[0]
         queue_out = ffi.new("VkQueue*")
         lib.vkGetDeviceQueue(self.handle, physical.compute_family, 0, queue_out)

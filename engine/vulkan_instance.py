@@ -156,7 +156,7 @@ class Instance:
         array, count = enumerate_all(
             lib.vkEnumeratePhysicalDevices, "VkPhysicalDevice", self.handle, call="vkEnumeratePhysicalDevices"
         )
-        return [describe_device(index, array[index]) for index in range(count)]
+        return [describe_device(index, array[index], self.function) for index in range(count)]
 
     def destroy(self) -> None:
         """Destroy the instance; devices must be gone. Safe to call twice."""

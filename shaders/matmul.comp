@@ -18,7 +18,7 @@
 // EACH_ROW(F, x), EACH_COLUMN(F, x), EACH_A(F, x), EACH_K(F, x): F(0, x) F(1, x) ..., as the driver likes it best: an
 // unrolled loop, or written out. The text of `activate` comes first: engine/ops/activation.py.
 
-const uint BIAS = 1u, RESIDUAL = 2u, BIAS_BY_ROW = 4u;
+#include "matmul_finish.glsl"
 
 #if SPLIT > 1
 shared float partial[(SPLIT - 1) * TM * TN * SIZE];
@@ -43,15 +43,6 @@ vec2 load_pair(F32 p, uint i) { return uintBitsToFloat(unpackUint2x32(U64(uvec2(
 #else
 #define SPREAD(r, u) a[(r) * UNROLL_K + u]
 #endif
-
-// The epilogue of one element of C, whose chain is complete: the one place that knows it.
-float finish(float sum, float bias, float residual) {
-    float value = sum;
-    if ((args.flags & BIAS) != 0u) value += bias;
-    value = activate(value, args.activation);
-    if ((args.flags & RESIDUAL) != 0u) value = residual + value;
-    return value;
-}
 
 void main() {
     const uint lane = gl_SubgroupInvocationID;
@@ -170,16 +161,12 @@ void main() {
 
     // The epilogue goes over what this lane has just stored, in a loop: written out it would be thousands of instructions.
     if (args.activation == 0u && (args.flags & (BIAS | RESIDUAL)) == 0u) return;
-    const bool by_row = (args.flags & BIAS_BY_ROW) != 0u;
-    for (uint w = 0; w < min(uint(TN), args.n); ++w) {
+    for (uint w = 0; w < TN; ++w) {
         const uint column = COLUMN(w);
         if (column >= args.n) break;
         for (uint r = 0; r < num_rows; ++r) {
-            const uint at = (row0 + r) * args.c_row + column * args.c_col;
-            float bias = 0.0, residual = 0.0;
-            if ((args.flags & BIAS) != 0u) bias = args.bias.v[by_row ? row0 + r : column];
-            if ((args.flags & RESIDUAL) != 0u) residual = args.residual.v[c_start + at];
-            args.c.v[c_start + at] = finish(args.c.v[c_start + at], bias, residual);
+            const uint at = c_start + (row0 + r) * args.c_row + column * args.c_col;
+            args.c.v[at] = finish_at(args.c.v[at], c_start, row0 + r, column);
         }
     }
 }

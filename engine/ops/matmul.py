@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import switches
+from ..dtypes import rounded
 from ..input_checks import require_tensors
 from ..kernel import Kernel
-from ..matmul_variants import SUBGROUP_SIZES, Product, all_variants
+from ..matmul_variants import PRECISIONS, SUBGROUP_SIZES, Product, all_variants, rounded_variants
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
 from ..variant_choice import MatmulChooser
@@ -81,16 +82,16 @@ def layout_of(a: TensorSpec, b: TensorSpec, trans_a: bool, trans_b: bool) -> Lay
     return Layout(product, shape.stride_a, shape.stride_b, a_row, a_k, b_col, b_k)
 
 
-def _plan(gpu: Recorder, layout: Layout, letters: str, accumulate: bool, aligned: bool) -> Plan:
+def _plan(gpu: Recorder, layout: Layout, letters: str, accumulate: bool, precision: str, aligned: bool) -> Plan:
     """Choose a variant that is known to be right, and work out its dispatch. Kept, since steps repeat.
 
     aligned: both operands start on 8 bytes.
     """
     chooser = MatmulChooser.of(gpu)
-    key = (layout, letters, accumulate, aligned, chooser.forced(), switches.raw("VKFOLD_TUNE"))
+    key = (layout, letters, accumulate, precision, aligned, chooser.forced(), switches.raw("VKFOLD_TUNE"))
     plan = chooser.plans.get(key)
     while plan is None:
-        choice = chooser.choose(layout.product, letters)
+        choice = chooser.choose(layout.product, letters, precision)
         kinds = {accumulate, accumulate or layout.product.k > MAX_SLICE}
         pairs = pairs_of(gpu, layout, choice) if aligned else PLAIN
         if all(checked(gpu, chooser, choice.variant, resumes, pairs) for resumes in kinds):
@@ -116,10 +117,13 @@ class MatmulOp(Op):
         trans_b: bool,
         activation: str | None,
         accumulate: bool,
+        precision: str = "float32",
     ) -> Sequence[TensorSpec]:
         shape = _Shape(a, b, trans_a, trans_b)
         if activation is not None:
             check_activation(self.name, activation)
+        if precision not in PRECISIONS:
+            raise ValueError(f"matmul: unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}")
         wanted = {"bias": (bias, (shape.n,)), "residual": (residual, shape.out), "out": (out, shape.out)}
         for name, (spec, needed) in wanted.items():
             if spec is not None and spec != TensorSpec(needed):
@@ -146,7 +150,9 @@ class MatmulOp(Op):
         trans_b: bool,
         activation: str | None,
         accumulate: bool,
+        precision: str = "float32",
     ) -> Sequence[Any]:
+        a, b = rounded(a, precision), rounded(b, precision)
         value = np.matmul(np.swapaxes(a, -1, -2) if trans_a else a, np.swapaxes(b, -1, -2) if trans_b else b)
         if accumulate:
             value = out + value
@@ -171,6 +177,7 @@ class MatmulOp(Op):
         trans_b: bool,
         activation: str | None,
         accumulate: bool,
+        precision: str = "float32",
     ) -> None:
         a, b, bias, residual, out = inputs
         assert a is not None and b is not None
@@ -179,7 +186,7 @@ class MatmulOp(Op):
         batch, m, n, _ = layout.product
         if batch * m * n:
             aligned = not (a.address | b.address) & 7
-            plan = _plan(gpu, layout, f"{'NT'[trans_a]}{'NT'[trans_b]}", accumulate, aligned)
+            plan = _plan(gpu, layout, f"{'NT'[trans_a]}{'NT'[trans_b]}", accumulate, precision, aligned)
             run_plan(gpu, plan, layout, a, b, c, Epilogue(bias, residual, activation, accumulate))
 
     def kernels(self) -> Iterable[Kernel]:
@@ -187,6 +194,8 @@ class MatmulOp(Op):
             for variant in all_variants(size):
                 wanted = [PLAIN, *(p for p in ALL_PAIRS if size == PAIRS_SUBGROUP and has_pairs(variant, p))]
                 yield from (matmul_kernel(variant, size, resumes, p) for p in wanted for resumes in (False, True))
+            for variant in rounded_variants(size):
+                yield from (matmul_kernel(variant, size, resumes) for resumes in (False, True))
 
 
 MATMUL = register(MatmulOp())
@@ -204,6 +213,7 @@ def matmul(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
+    precision: str = "float32",
 ) -> Tensor:
     """residual + activation(a @ b + bias), all float32; parts left out are not there.
 
@@ -212,6 +222,11 @@ def matmul(
     out [..., m, n]: written in place and returned. accumulate: out + a @ b takes the place of a @ b.
     Every element is one chain of fused multiply-adds over k from 0, so |error| <= 2 k 2^-24 (|a| @ |b|) before the
     epilogue; with accumulate the chain starts from out, as if the products added before were the front of a longer k.
+
+    precision "float16" or "bfloat16": a and b are rounded to it (to nearest even; float16 overflows to infinity from
+    65,520), the sums stay float32. A device with cooperative matrices then multiplies float16 on them, and the order of
+    its sums is its own; elsewhere nothing is faster than float32, and what is left of a @ b's relative error is 2^-10
+    (float16) or 2^-7 (bfloat16) of |a| @ |b|. Never chosen unless asked for.
 
     Raises ValueError for shapes or types that do not fit, for accumulate without out, and for an out that overlaps an
     input.
@@ -228,6 +243,7 @@ def matmul(
         trans_b=trans_b,
         activation=activation,
         accumulate=accumulate,
+        precision=precision,
     )
     return made[0] if out is None else out
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..dtypes import rounded
 from ..matmul_variants import Choice, Product, Variant, variants
 from ..variant_choice import MatmulChooser
 from .matmul_launch import ALONG_K, PLAIN, Epilogue, Layout, Pairs, matmul_kernel, plan_of, run_plan
@@ -35,11 +36,11 @@ def _cases(pairs: Pairs) -> tuple[tuple[Layout, bool, bool], ...]:
 
 def checked(gpu: Recorder, chooser: MatmulChooser, variant: Variant, resumes: bool, pairs: Pairs = PLAIN) -> bool:
     """Whether a variant's kernel is known to be right; compares it now when that is not known, and bars a wrong one."""
-    base = variants(chooser.device, variant.split)
     kernel = matmul_kernel(variant, gpu.subgroup_size, resumes, pairs)
     if kernel.name in chooser.table.checked:
         return True
-    if base and (variant != base[-1] or pairs != PLAIN) and variant.split == base[-1].split:
+    base = variants(chooser.device, variant.split)
+    if base and (variant != base[-1] or pairs != PLAIN):
         wrong = _compare(gpu, chooser, variant, base[-1], resumes, pairs)
         if wrong:
             chooser.bar(variant.name, wrong)
@@ -51,7 +52,10 @@ def checked(gpu: Recorder, chooser: MatmulChooser, variant: Variant, resumes: bo
 def _compare(
     gpu: Recorder, chooser: MatmulChooser, variant: Variant, base: Variant, resumes: bool, pairs: Pairs
 ) -> str:
-    """What differs, in words; "" when nothing does."""
+    """What differs, in words; "" when nothing does. The base variant gets operands that are rounded already.
+
+    Cooperative matrices add up in an order of their own: there the bound of k sums decides (Higham 2002, 3.5).
+    """
     rng = np.random.default_rng(7)
     cases = _cases(pairs)
     _, m, n, k = cases[0][0].product
@@ -67,7 +71,8 @@ def _compare(
 
         def result(tile: Variant, read: Pairs, layout: Layout, swapped: bool, epilogue: bool) -> np.ndarray:
             for name, array in inputs.items():
-                memory[starts[name] : starts[name] + sizes[name]] = array
+                values = rounded(array, variant.precision) if tile is base and name in ("a", "b") else array
+                memory[starts[name] : starts[name] + sizes[name]] = values
             plan = plan_of(aside, chooser.device, layout, Choice(tile, swapped), read)
             ends = Epilogue(accumulate=resumes)
             if epilogue:
@@ -80,7 +85,10 @@ def _compare(
         for layout, swapped, epilogue in cases:
             got = result(variant, pairs, layout, swapped, epilogue)
             expected = result(base, PLAIN, layout, swapped, epilogue)
-            differs = np.flatnonzero(got.view(np.uint32) != expected.view(np.uint32)) - _GUARD
+            same = got.view(np.uint32) == expected.view(np.uint32)
+            if variant.spread == "matrix":  # |a|, |b| and |c| are below 5, slopes of gelu below 1.2
+                same |= np.abs(got - expected) <= 1.2 * 2 * (k + 2) * 2.0**-24 * (25.0 * k + 10.0)
+            differs = np.flatnonzero(~same) - _GUARD
             if len(differs):
                 place = divmod(int(differs[0]), n)
                 values = f"{got[differs[0] + _GUARD]!r} instead of {expected[differs[0] + _GUARD]!r}"

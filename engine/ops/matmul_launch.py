@@ -50,9 +50,39 @@ def has_pairs(variant: Variant, pairs: Pairs) -> bool:
     return fits and variant.spread == "shuffle" and variant.unroll % 2 == 0
 
 
+_MATRIX_EXTENSIONS = (
+    "GL_KHR_cooperative_matrix",
+    "GL_KHR_memory_scope_semantics",
+    "GL_EXT_shader_explicit_arithmetic_types_float16",
+)
+_ROUND = {"float32": "(x)", "float16": "round_to_half(x)", "bfloat16": "round_to_bfloat(x)"}
+
+
+def _workgroup_kernel(name: str, variant: Variant, subgroup_size: int, resumes: bool) -> Kernel:
+    """The kernel of a tile of a whole workgroup."""
+    defines: dict[str, int | float | str] = {
+        "MATRIX": 0,
+        "ROLLED": int(variant.written),
+        "RESUMES": int(resumes),
+        "ROUND(x)": _ROUND[variant.precision],
+    }
+    text = activation_glsl() + read_shader("matmul_shared.comp")
+    if variant.spread == "shared":
+        return Kernel(name, text, _ARGS, local_size=128, defines=defines)
+    waves_n = 2 if subgroup_size == 32 else 1
+    defines |= {"MATRIX": 1, "WAVES_N": waves_n, "FRAGMENTS_M": 2, "FRAGMENTS_N": 4 // waves_n}
+    text = "#pragma use_vulkan_memory_model\n" + text
+    subgroups = 128 // subgroup_size
+    return Kernel(name, text, _ARGS, subgroups=subgroups, defines=defines, extensions=_MATRIX_EXTENSIONS)
+
+
 @cache
 def matmul_kernel(variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = PLAIN) -> Kernel:
     """The kernel of a tile for a subgroup size. resumes: sums go on from C; apart, because its loads take compiling."""
+    size = "" if variant.spread == "shared" else f"_s{subgroup_size}"
+    name = f"matmul_{variant.name}{size}{'_more' * resumes}"
+    if variant.whole_workgroup:
+        return _workgroup_kernel(name, variant, subgroup_size, resumes)
     a_loads = variant.tm if variant.spread == "load" else -(-variant.tm // subgroup_size)
     defines: dict[str, int | float | str] = {
         "SIZE": subgroup_size,
@@ -73,7 +103,6 @@ def matmul_kernel(variant: Variant, subgroup_size: int, resumes: bool = False, p
         defines[f"SPREAD_{variant.spread.upper()}"] = 1
     text = activation_glsl() + read_shader("matmul.comp")
     subgroups = variant.split if variant.split > 1 else variant.subgroups
-    name = f"matmul_{variant.name}_s{subgroup_size}{'_more' * resumes}"
     if pairs != PLAIN:
         defines["WORDS64"] = 1
         name += f"_pairs{pairs.a}{pairs.b}"
@@ -143,7 +172,7 @@ def plan_of(gpu: Recorder, device: Capabilities, layout: Layout, choice: Choice,
     if choice.swapped:
         a, b, rows, columns, c = b, a, n, m, (1, n)
     tiles = batch * tiles_m * tiles_n
-    if variant.split == 1:
+    if variant.split == 1 and not variant.whole_workgroup:
         tiles = -(-tiles // (kernel.workgroup_size(gpu.subgroup_size, gpu.max_invocations) // gpu.subgroup_size))
     sizes = (rows, columns, batch, a[0], b[0], *a[1:], *b[1:], *c, tiles_m, tiles_n)
     return Plan(kernel, matmul_kernel(variant, gpu.subgroup_size, True, pairs), tiles, choice.swapped, sizes)
