@@ -157,6 +157,7 @@ class FakeDevice:
 
     subgroup_size, max_workgroup_invocations = 8, 128
     is_cpu, driver_name = True, "fake"
+    physical = PhysicalDevice(0, "fake", "other")
     max_allocation_bytes = 2**30
 
     def __init__(self, policy: str = "random", seed: int = 0, two_queues: bool = True) -> None:
@@ -340,7 +341,7 @@ def fake_engine(device: FakeDevice, **options: Any) -> Iterator[FakeEngine]:
     """An engine on a fake device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vulkan_engine, "Instance", _FakeInstance)
-        patch.setattr(vulkan_engine, "choose_device", lambda *_: PhysicalDevice(0, "fake", "other"))
+        patch.setattr(vulkan_engine, "choose_device", lambda *_: FakeDevice.physical)
         patch.setattr(vulkan_engine, "Device", lambda *_: device)
         patch.setenv("VKFOLD_DEBUG", "0")
         patch.setenv("VKFOLD_REPLAY", "0")  # a captured step has no references to run
