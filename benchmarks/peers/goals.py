@@ -45,11 +45,11 @@ def _against(work: str, *libraries: str) -> Callable[[Sequence[Row]], float | No
 
 
 def _rate(work: str, other: str) -> Callable[[Sequence[Row]], float | None]:
-    """vkfold's FLOP/s at `work` / its FLOP/s at `other`."""
+    """vkfold's FLOP/s at `work` / its FLOP/s at `other`, each in its fastest run: they were not timed side by side."""
 
     def rate(rows: Sequence[Row], name: str) -> float | None:
         found = work_named(name)
-        times = [row["ms"] for row in rows if row["work"] == name and row["library"] == "vkfold"]
+        times = [row.get("best") for row in rows if row["work"] == name and row["library"] == "vkfold"]
         if not isinstance(found, Matmul) or not times or not isinstance(times[0], float):
             return None
         return found.flops / times[0]
