@@ -4,6 +4,9 @@
 
 Every round times one step in each mode, in turn, on one model and one engine; ratios are of the medians. Goals: full
 recomputation (checkpoint-every 1) at most 1.34, fine-grained mlp at most 1.13. All modes give the same gradients.
+
+Where the device is the CPU, the goals are held against processor time, which other programs do not disturb; elsewhere
+against elapsed time.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,21 +32,29 @@ MODES: dict[str, tuple[int, tuple[str, ...]]] = {  # name -> (blocks a checkpoin
 }
 
 
-def measure(model: GPTModel, rounds: int, batch: int, modes: list[str]) -> dict[str, list[float]]:
-    """Milliseconds of each step in each mode; a first round, which compiles and allocates, is left out."""
+class Times(NamedTuple):
+    """Milliseconds of each step: elapsed, and of the processor in all threads."""
+
+    elapsed: list[float]
+    processor: list[float]
+
+
+def measure(model: GPTModel, rounds: int, batch: int, modes: list[str]) -> dict[str, Times]:
+    """Times of each step in each mode; a first round, which compiles and allocates, is left out."""
     config = model.config
     run = TrainingStep(model, AdamW(model))
     windows = np.random.default_rng(0).integers(0, config.vocab_size, (batch, config.max_seq_len + 1)).astype(np.int32)
-    times: dict[str, list[float]] = {mode: [] for mode in modes}
+    times = {mode: Times([], []) for mode in modes}
     for n in range(rounds + 1):
         for mode in modes:
             every, groups = MODES[mode]
             model.set_checkpoint_every(every)
             model.set_recompute(groups)
-            start = time.perf_counter()
+            start, processor = time.perf_counter(), time.process_time()
             run([(windows[:, :-1], windows[:, 1:])], step=n, learning_rate=1e-4)
             if n:
-                times[mode].append(1e3 * (time.perf_counter() - start))
+                times[mode].elapsed.append(1e3 * (time.perf_counter() - start))
+                times[mode].processor.append(1e3 * (time.process_time() - processor))
     return times
 
 
@@ -69,14 +81,15 @@ def main() -> None:
     with vf.VulkanEngine() as engine:
         times = measure(GPTModel(engine, config, seed=0), args.rounds, args.batch, modes)
         print(f"{engine.name}: {args.layers} layers, d_model {args.d_model}, {args.batch} x {args.seq} tokens")
-        print("mode          median ms    least ms   ratio of medians   goal")
-        missed = []
+        print("mode       elapsed ms    ratio   processor ms    ratio   goal")
+        plain, missed = times["plain"], []
         for mode, values in times.items():
-            ratio = statistics.median(values) / statistics.median(times["plain"])
+            elapsed, processor = map(statistics.median, values)
+            ratios = elapsed / statistics.median(plain.elapsed), processor / statistics.median(plain.processor)
             goal = GOALS.get(mode)
             shown = f"{goal:.2f}" if goal else ""
-            print(f"{mode:10s} {statistics.median(values):12.1f} {min(values):11.1f} {ratio:18.3f}   {shown}")
-            if goal and ratio > goal:
+            print(f"{mode:10s} {elapsed:10.1f} {ratios[0]:8.3f} {processor:14.1f} {ratios[1]:8.3f}   {shown}")
+            if goal and ratios[engine.recorder.is_cpu] > goal:
                 missed.append(mode)
     if missed:
         raise SystemExit(f"costs more than the goal: {', '.join(missed)}")
