@@ -77,4 +77,4 @@ def equal_to_recorded(
     for name in ("loss", "grad_norm"):
         assert np.array_equal([getattr(r, name) for r in results], [getattr(r, name) for r in recorded], equal_nan=True)
     for name, value in expected.items():
-        assert np.array_equal(state[name], value), name
+        assert np.array_equal(state[name], value, equal_nan=True), name

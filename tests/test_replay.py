@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,3 +228,45 @@ def test_two_models(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> No
         run.step()
 
     equal_to_recorded(vulkan, monkeypatch, work, 7)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_programs(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Anything in any order between steps: the same bits as when every step is recorded."""
+
+    def work(run: Run) -> None:
+        engine, model = run.engine, run.model
+        rng = np.random.default_rng(seed)
+        held: list[Any] = []
+        saved = model.state_dict(), run.optimizer.state_dict()
+        for n in range(60):
+            action = rng.integers(0, 16)
+            if action == 0:
+                held.append(engine.tensor(rng.standard_normal(int(rng.integers(1, 5000)))))
+            elif action == 1:
+                held.clear()
+            elif action == 2:
+                evaluate_loss(model, [data(n, rows=int(rng.integers(1, 4)))])
+            elif action == 3:
+                model.set_checkpoint_every(int(rng.integers(0, 3)))
+            elif action == 4:
+                model.set_activation_offload(bool(rng.integers(0, 2)))
+            elif action == 5:
+                model.set_recompute(("mlp",) if rng.integers(0, 2) else ())
+            elif action == 6:
+                engine.set_retain_free_bytes(0 if rng.integers(0, 2) else None)
+                engine.release_idle_pool_blocks()
+            elif action == 7:
+                model.load_state_dict(saved[0])
+                run.optimizer.load_state_dict(saved[1])
+            elif action == 8:
+                engine.upload(model.final_norm.weight.data, np.full(8, np.nan if rng.integers(0, 2) else 0.5))
+            elif action == 9:
+                run.training_step.max_norm = float(rng.integers(0, 2))
+            elif action == 10:
+                model.forward(data(n)[0])  # what it keeps lies in the step pool until the next forward
+            for _ in range(int(rng.integers(1, 4))):
+                seq = 8 if rng.integers(0, 4) else 5
+                run.step(*[data(len(run.results), seq=seq)] * int(1 + (n // 20) % 2), rate=float(rng.random()) * 0.01)
+
+    equal_to_recorded(fresh, monkeypatch, work, 20)
