@@ -61,7 +61,7 @@ def mask_pointers(mask: Mask, some: Pointer, *, sinks: bool = False) -> list[Poi
 def block_rows(head_dim: int, spread: int) -> int:
     """Rows of the other side in one block: part of the accumulation order, so a function of head_dim and device.
 
-    Few, so that scores and gradients of a block stay in registers beside the tile: two keys took 0.6 of the time of four
+    Few, so that scores and gradients of a block stay in registers beside the tile: two took 0.6 of the time of four
     at head_dim 64 on lavapipe 22.3.
     """
     return min(spread, 4 if head_dim <= 16 else 2)
