@@ -104,6 +104,10 @@ SWITCHES: dict[str, Switch] = {
     )
 }
 
+# Read when an engine opens, or of no matter to what it records.
+_BEFORE_RECORDING = ("DEVICE", "DEBUG", "CACHE_DIR", "FUSION", "REPLAY", "TRANSFER_QUEUE", "LOG")
+_WHILE_RECORDING = [name for name in SWITCHES if name.removeprefix(PREFIX) not in _BEFORE_RECORDING]
+
 _warned: set[str] = set()
 
 
@@ -135,9 +139,9 @@ def is_on(name: str) -> bool:
 
 
 def snapshot() -> tuple[str | None, ...]:
-    """The text of every switch as it is set now, unparsed: equal as long as no switch changes. Cheap."""
+    """The text, unparsed, of every switch that may change what an open engine records. Cheap enough for every step."""
     environment = os.environ
-    return tuple(environment.get(name) for name in SWITCHES)
+    return tuple(environment.get(name) for name in _WHILE_RECORDING)
 
 
 def raw(name: str) -> str:

@@ -237,13 +237,15 @@ class GPTModel(Layer):
         self._check_values(tokens, ignore)
         return self.engine.tensor(tokens.astype(np.int32))
 
-    def check_batch(self, tokens: np.ndarray, targets: np.ndarray) -> None:
-        """Raises what `loss` would raise for these arrays, before anything is recorded."""
-        for array, ignore in ((tokens, False), (targets, True)):
-            self._check_shape(array.shape)
-            self._check_values(array, ignore)
+    def check_batch(self, tokens: np.ndarray, targets: np.ndarray) -> int:
+        """Number of targets that are not -100. Raises what `loss` would raise, before anything is recorded."""
+        self._check_shape(tokens.shape)
+        self._check_values(tokens, False)
+        self._check_shape(targets.shape)
+        num_ignored = self._check_values(targets, True)
         if targets.shape != tokens.shape:
             raise BadInputError(f"targets {targets.shape} and tokens {tokens.shape} differ in shape")
+        return targets.size - num_ignored
 
     def _check_shape(self, shape: tuple[int, ...]) -> None:
         if len(shape) != 2 or 0 in shape:
@@ -251,17 +253,19 @@ class GPTModel(Layer):
         if shape[1] > self.config.max_seq_len:
             raise BadInputError(f"{shape[1]} tokens in a row, the model takes {self.config.max_seq_len}")
 
-    def _check_values(self, tokens: np.ndarray, ignore: bool) -> None:
+    def _check_values(self, tokens: np.ndarray, ignore: bool) -> int:
+        """Number of ignored ones."""
         if tokens.dtype.kind not in "iu":
             raise BadInputError(f"tokens must be integers, got {tokens.dtype}")
         highest = self.config.vocab_size - 1
         if tokens.itemsize >= 4:  # as unsigned numbers negative ones are the largest: mostly all that must be looked at
-            wrong = np.count_nonzero(tokens.view(tokens.dtype.str.replace("i", "u")) > highest)
+            wrong = int(np.count_nonzero(tokens.view(tokens.dtype.str.replace("i", "u")) > highest))
             if not wrong or (ignore and wrong == np.count_nonzero(tokens == IGNORE_INDEX)):
-                return
+                return wrong
         looked_at = tokens[tokens != IGNORE_INDEX] if ignore else tokens
         if looked_at.size and (looked_at.min() < 0 or looked_at.max() > highest):
             raise BadInputError(f"tokens {looked_at.min()}..{looked_at.max()} lie outside the vocabulary 0..{highest}")
+        return tokens.size - looked_at.size
 
     def _hidden(self, tokens: Tensor) -> Tensor:
         """The final norm's output [batch, seq, d]; its input and row scalars are kept."""

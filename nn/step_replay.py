@@ -247,8 +247,8 @@ class StepReplay:
 
 
 def _identity(value: Any) -> Any:
-    """An optimizer's setting; of its parameters and moments, which objects they are."""
-    return (id(value), *map(id, value.values())) if isinstance(value, dict) else value
+    """An optimizer's setting; of its parameters and moments, which they are."""
+    return (id(value), tuple(value)) if isinstance(value, dict) else value
 
 
 def _write(inputs: dict[Input, Any], batches: Sequence[MicroBatch]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -141,8 +141,8 @@ class TrainingStep:
         if prepared is not None and prepared[0] is micro_batches:
             return prepared[1]
         if self._replay is not None:
-            for tokens, targets in micro_batches:
-                self.model.check_batch(tokens, targets)  # type: ignore[attr-defined]
+            check: Callable[..., int] = self.model.check_batch  # type: ignore[attr-defined]
+            return sum([check(tokens, targets) for tokens, targets in micro_batches])
         return sum(int(np.count_nonzero(np.asarray(targets) != IGNORE_INDEX)) for _, targets in micro_batches)
 
     def __call__(
@@ -300,22 +300,26 @@ class TrainingStep:
         self.optimizer.num_updates += 1
         results = replay.run(captured, micro_batches, parameters, self.on_pools, self._meanwhile())
         if self.fused_update:
-            result = self._fused_result(FusedReport.of(captured.names, results[0]), num_valid)
-        else:
-            result = self._result(captured.names, lambda: results[1], results[0], num_valid)
-        return replace(result, replayed=True)
+            return self._fused_result(FusedReport.of(captured.names, results[0]), num_valid, replayed=True)
+        return self._result(captured.names, lambda: results[1], results[0], num_valid, replayed=True)
 
     # -- result ------------------------------------------------------------------------------------------------------
-    def _fused_result(self, report: FusedReport, num_valid: int) -> StepResult:
+    def _fused_result(self, report: FusedReport, num_valid: int, *, replayed: bool = False) -> StepResult:
         if not report.any_updated:
             self.optimizer.take_back()
         culprit = report.non_finite
         if culprit is None and not math.isfinite(report.norm):
             culprit = "global gradient norm"
-        return StepResult(report.loss / num_valid, report.norm, num_valid, report.any_updated, culprit)
+        return StepResult(report.loss / num_valid, report.norm, num_valid, report.any_updated, culprit, replayed)
 
     def _result(
-        self, names: Sequence[str], sums: Callable[[], np.ndarray], state: np.ndarray, num_valid: int
+        self,
+        names: Sequence[str],
+        sums: Callable[[], np.ndarray],
+        state: np.ndarray,
+        num_valid: int,
+        *,
+        replayed: bool = False,
     ) -> StepResult:
         finite, norm, loss = bool(state[1]), float(state[2]), float(state[3])
         culprit = None
@@ -325,7 +329,7 @@ class TrainingStep:
             if not math.isfinite(loss):
                 culprit = "loss"
             culprit = culprit or "global gradient norm"
-        return StepResult(loss / num_valid, norm, num_valid, finite, culprit)
+        return StepResult(loss / num_valid, norm, num_valid, finite, culprit, replayed)
 
 
 def evaluate_loss(model: LossModel, batches: Iterable[MicroBatch]) -> float:
