@@ -64,7 +64,7 @@ class Walk:
     results: Mapping[str, Expr] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FoldSpec:
     """A reduction over rows.
 
@@ -131,6 +131,11 @@ class FoldSpec:
     def of_kind(self, *kinds: str) -> list[str]:
         """Names of the inputs of these kinds, in order."""
         return [name for name, kind in self.inputs.items() if kind in kinds]
+
+    @property
+    def tensor_inputs(self) -> list[str]:
+        """Names of the inputs that are tensors, in order."""
+        return [name for name, kind in self.inputs.items() if kind != "step"]
 
     @property
     def scalar_kinds(self) -> dict[str, str]:

@@ -26,15 +26,21 @@ def fold_arguments(spec: FoldSpec) -> str:
     for name, kind in spec.inputs.items():
         if kind != "step":
             access = "inout" if name in spec.elements else "in"
-            parts.append(f"{access} {'i32' if kind == 'whole' else 'f32' if kind == 'value' else 'row'} {name}")
-    parts += [f"out row {name}" for name in spec.elements if name not in spec.inputs]
-    parts += [f"out f32 {name}" for name in spec.values]
-    parts += ["step"] * bool(spec.of_kind("step")) + ["uint rows, uint cols"] + [spec.scalars] * bool(spec.scalars)
+            parts.append(f"{access} {'i32' if kind == 'whole' else 'f32' if kind == 'value' else 'row'} p_{name}")
+    parts += [f"out row p_{name}" for name in spec.elements if name not in spec.inputs]
+    parts += [f"out f32 p_{name}" for name in spec.values]
+    parts += (
+        ["step"] * bool(spec.of_kind("step"))
+        + ["uint rows, uint cols"]
+        + [f"{kind} p_{name}" for name, kind in spec.scalar_kinds.items()]
+    )
     return ", ".join(parts)
 
 
 def fold_glsl(spec: FoldSpec) -> str:
-    """The kernel's text. In it the fold's own names have a letter before them: v_ a value, s_ a state of one lane."""
+    """The kernel's text. In it the fold's own names have a letter before them (p_ an argument, v_ a value, s_ a state
+    of one lane), so that none can be a word of GLSL.
+    """
     roots = [*spec.elements.values(), *spec.values.values()]
     for walk in spec.walks:
         roots += [*walk.results.values(), *(root for state in walk.states for root in _parts(state))]
@@ -56,7 +62,7 @@ class _Writer:
         self.of_row = {name: f"v_{name}" for name in (*spec.of_kind("value", "whole"), *spec.picks)}
         self.of_row |= {name: f"args.step.{name}" for name in spec.of_kind("step")}
         for name, kind in spec.scalar_kinds.items():
-            self.of_row[name] = f"uint(args.{name})" if kind == "int" else f"args.{name}"
+            self.of_row[name] = f"uint(args.p_{name})" if kind == "int" else f"args.p_{name}"
         self.of_row |= {"cols": "float(cols)", "num_cols": "cols"}
         self.wholes = {*spec.of_kind("whole"), "num_cols", "column"}
         self.wholes |= {name for name, kind in spec.scalar_kinds.items() if kind != "float"}
@@ -65,12 +71,12 @@ class _Writer:
         """What is known of a row before it is walked over."""
         lines = []
         for name in self.spec.of_kind("value"):
-            lines.append(f"const float v_{name} = args.{name}.v[row];")
+            lines.append(f"const float v_{name} = args.p_{name}.v[row];")
         for name in self.spec.of_kind("whole"):
-            lines.append(f"const uint v_{name} = uint(args.{name}.v[row]);")
+            lines.append(f"const uint v_{name} = uint(args.p_{name}.v[row]);")
         for name, (source, index) in self.spec.picks.items():
             place = self.of_row[index.name] if index.name else f"{int(index.number)}u"
-            lines.append(f"const float v_{name} = load1(args.{source}, start + min({place}, cols - 1u));")
+            lines.append(f"const float v_{name} = load1(args.p_{source}, start + min({place}, cols - 1u));")
         if self.spec.skip is not None:
             lines += self._float("bool", "skipped", self.spec.skip, {})
             lines += ["if (skipped) {", *self._zeros(), "    return;", "}"]
@@ -132,11 +138,11 @@ class _Writer:
             lines += self._float("float", f"o_{name}", root, {})
         if self.spec.values:
             lines += ["if (subgroupElect()) {"]
-            lines += [*(f"    args.{name}.v[row] = o_{name};" for name in self.spec.values), "}"]
+            lines += [*(f"    args.p_{name}.v[row] = o_{name};" for name in self.spec.values), "}"]
         if self.spec.elements:
             body = ["if (c >= cols) continue;", *self._loads(self.spec.elements.values())]
             body += self._vector({f"o_{name}": root for name, root in self.spec.elements.items()}, {})
-            body += [f"store4(args.{name}, start, c, cols, o_{name});" for name in self.spec.elements]
+            body += [f"store4(args.p_{name}, start, c, cols, o_{name});" for name in self.spec.elements]
             lines += ["for (uint base = 0; base < cols; base += stride) {", "    const uint c = base + first;"]
             lines += [*(f"    {line}" for line in body), "}"]
         return _indented(lines)
@@ -145,11 +151,11 @@ class _Writer:
         lines = []
         if self.spec.values:
             lines = ["    if (subgroupElect()) {"]
-            lines += [*(f"        args.{name}.v[row] = 0.0;" for name in self.spec.values), "    }"]
+            lines += [*(f"        args.p_{name}.v[row] = 0.0;" for name in self.spec.values), "    }"]
         if self.spec.elements:
             lines.append("    for (uint base = 0; base < cols; base += stride) {")
             for name in self.spec.elements:
-                lines.append(f"        store4(args.{name}, start, base + first, cols, vec4(0.0));")
+                lines.append(f"        store4(args.p_{name}, start, base + first, cols, vec4(0.0));")
             lines.append("    }")
         return lines
 
@@ -160,7 +166,7 @@ class _Writer:
             **dict.fromkeys(self.spec.of_kind("column"), "0u"),
         }
         return [
-            f"const vec4 v_{name} = load4(args.{name}, {start}, c, cols);"
+            f"const vec4 v_{name} = load4(args.p_{name}, {start}, c, cols);"
             for name, start in starts.items()
             if name in used
         ]

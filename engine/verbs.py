@@ -24,6 +24,7 @@ from .ops import dropout as dropout_op
 from .ops import embedding as embedding_op
 from .ops import fill as fill_op
 from .ops import fma_chain as fma_chain_op
+from .ops import fold as fold_op
 from .ops import gradient_norm as gradient_norm_op
 from .ops import layer_norm as layer_norm_op
 from .ops import map as map_op
@@ -73,6 +74,7 @@ class OpVerbs:
     embedding_backward = embedding_op.embedding_backward
     fill_ = fill_op.fill_
     fma_chain = fma_chain_op.fma_chain
+    fold = fold_op.fold
     gelu = activation_op.gelu
     gradient_norm = gradient_norm_op.gradient_norm
     layer_norm = layer_norm_op.layer_norm

@@ -140,9 +140,58 @@ def test_argument_order() -> None:
         scalars="float eps",
     )
     assert fold_arguments(spec) == (
-        "inout row x, in row w, in f32 scale, in i32 n, out row y, out f32 v, step, uint rows, uint cols, float eps"
+        "inout row p_x, in row p_w, in f32 p_scale, in i32 p_n, out row p_y, out f32 p_v, step, uint rows, uint cols, "
+        "float p_eps"
     )
     assert spec.num_loops == 1 and "subgroupAdd" not in fold_glsl(spec)
+
+
+CENTERED = FoldSpec(
+    "centered",
+    {"x": "row", "w": "column", "scale": "value", "n": "whole", "loss_scale": "step"},
+    walks=[Walk([State("total", "sum", X)], {"big": TOTAL / COLS})],
+    elements={"x": (X - BIG) * W * SCALE, "marked": where(same(whole("column"), whole("n")), variables("by")[0], X)},
+    values={"big": BIG * variables("loss_scale")[0]},
+    scalars="float by",
+)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 8), (64,)])
+def test_the_verb(vulkan: VulkanEngine, cpu: CpuEngine, shape: tuple[int, ...]) -> None:
+    """Every kind of input, one output in place, one new, one a row, a number: on both engines."""
+    x, w, scale = normal(*shape), normal(shape[-1], seed=1), normal(*shape[:-1], seed=2)
+    n = np.full(shape[:-1], shape[-1] - 1, np.int32)
+    for engine in (vulkan, cpu):
+        engine.set_step_parameters(StepParameters(loss_scale=0.5))
+        t = engine.tensor(x)
+        rest = {"w": engine.tensor(w), "scale": engine.tensor(scale), "n": engine.tensor(n)}
+        made = engine.fold(CENTERED, x=t, by=7.0, **rest)
+        assert list(made) == ["x", "marked", "big"] and made["x"] is t
+        mean = x.mean(axis=-1, keepdims=True)
+        assert np.allclose(t.numpy(), (x - mean) * w * scale[..., None], rtol=1e-5, atol=1e-6)
+        assert np.allclose(made["big"].numpy(), 0.5 * mean[..., 0], rtol=1e-5, atol=1e-6)
+        marked = made["marked"].numpy()
+        assert np.array_equal(marked[..., :-1], x[..., :-1]) and (marked[..., -1] == 7).all()
+
+
+def test_misuse_of_the_verb_is_refused(cpu: CpuEngine) -> None:
+    x = cpu.tensor(normal(3, 5))
+    good = {
+        "w": cpu.tensor(normal(5)),
+        "scale": cpu.tensor(normal(3)),
+        "n": cpu.tensor(np.zeros(3, np.int32)),
+        "by": 1.0,
+    }
+    for change, message in [
+        ({"w": cpu.tensor(normal(3))}, r"fold 'centered': w has shape \(3,\), needed is \(5,\)"),
+        ({"n": cpu.tensor(normal(3))}, "n is float32, needed is int32"),
+        ({"w": 2.0}, "w is 2.0, needed is a tensor"),
+        ({"z": x}, "nothing is called z; it takes x, w, scale, n, by"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            cpu.fold(CENTERED, x=x, **good | change)
+    with pytest.raises(ValueError, match="no value for by, n"):
+        cpu.fold(CENTERED, x=x, w=good["w"], scale=good["scale"])
 
 
 def test_unknown_names_are_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from ..fold import FoldSpec
 from ..fold_glsl import fold_arguments, fold_glsl
 from ..kernel import Kernel
 from ..op import Op
+from ..step_parameters import StepParameters
 from ..tensor import Tensor
 from .row_kernels import ROW_SUBGROUPS, RowKernels, row_groups
 
@@ -25,7 +26,7 @@ class RowFold:
     def __init__(self, spec: FoldSpec) -> None:
         self.spec = spec
         self._kernels = RowKernels(spec.name, fold_glsl(spec), fold_arguments(spec), subgroups=ROW_SUBGROUPS)
-        kinds = [kind for kind in spec.inputs.values() if kind != "step"]
+        kinds = [spec.inputs[name] for name in spec.tensor_inputs]
         kinds += ["row"] * sum(name not in spec.inputs for name in spec.elements)
         self._by_columns = [i for i, kind in enumerate(kinds) if kind in ("row", "column")]
         self._first_row = kinds.index("row")
@@ -36,6 +37,22 @@ class RowFold:
         rows, cols = math.prod(shape[:-1]), shape[-1]
         kernel = self._kernels.pick(cols, *(tensors[i] for i in self._by_columns))
         gpu.dispatch(kernel, row_groups(gpu, kernel, rows), *tensors, rows, cols, *scalars)
+
+    def reference(self, arrays: Sequence[Any], scalars: Sequence[float], step: StepParameters | None) -> list[Any]:
+        """The outputs in NumPy that are tensors of their own; the others are written into the arrays."""
+        spec = self.spec
+        rounded: dict[str, Any] = {}
+        for (name, kind), value in zip(spec.scalar_kinds.items(), scalars, strict=True):
+            rounded[name] = np.float32(value) if kind == "float" else value
+        inputs = dict(zip(spec.tensor_inputs, arrays, strict=True))
+        made = []
+        results = spec.reference(step, **inputs, **rounded)
+        for name, result in zip((*spec.elements, *spec.values), results, strict=True):
+            if name in inputs:
+                inputs[name][...] = result
+            else:
+                made.append(result)
+        return made
 
     def kernels(self) -> tuple[Kernel, Kernel]:
         """Both widths."""
@@ -59,20 +76,8 @@ class RowFoldOp(Op):
 
     def reference(self, *given: Any, **settings: Any) -> Sequence[Any]:
         fold, arrays = self._chosen(given)
-        spec = fold.spec
-        step = {"step": settings.pop("step")} if self.takes_step else {}
-        scalars: dict[str, Any] = {}
-        for (name, kind), value in zip(spec.scalar_kinds.items(), self.scalar_values(**settings), strict=True):
-            scalars[name] = np.float32(value) if kind == "float" else value
-        inputs: Mapping[str, Any] = dict(zip((n for n, k in spec.inputs.items() if k != "step"), arrays, strict=True))
-        made = []
-        results = spec.reference(**step, **inputs, **scalars)
-        for name, result in zip((*spec.elements, *spec.values), results, strict=True):
-            if name in inputs:
-                inputs[name][...] = result
-            else:
-                made.append(result)
-        return made
+        step = settings.pop("step") if self.takes_step else None
+        return fold.reference(arrays, self.scalar_values(**settings), step)
 
     def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], **settings: Any) -> None:
         fold, inputs = self._chosen(inputs)
