@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from .expr import RANDOM, Expr, constant, tanh, variables
+from .expr import RANDOM, Expr, constant, tanh, variable, variables
 from .expr_derivative import derivative
 from .expr_glsl import glsl_includes, glsl_statements
 from .expr_simplify import simplify
-from .expr_walk import named, topological
+from .expr_walk import named, substitute, topological
+from .fold import online_softmax
 from .kernel import read_shader
 
 SCORE, QUERY, KEY, HEAD = variables("score query key head")
@@ -80,17 +81,29 @@ def check_score(score: Expr, has_head_values: bool) -> None:
         raise ValueError("attention: head_values are one number a head for HEAD of the score: give both or neither")
 
 
-def score_glsl(score: Expr | None) -> str:
-    """What comes before the text of the attention kernels: exp and, for an expression, its functions."""
-    if score is None:
-        return read_shader("exp.glsl")
-    functions = {"modified_score": simplify(score), "score_slope": derivative(score, SCORE)}
-    includes = glsl_includes(functions.values())
+def attention_glsl(score: Expr | None) -> str:
+    """What comes before the text of the attention kernels: the running softmax, and a score that is an expression.
+
+    The softmax is `online_softmax` of engine/fold.py, as in softmax and cross-entropy: `softmax_weight(score, largest)`
+    is what a key contributes, `softmax_decay(old_largest, largest)` brings sums, the output's too, to a new maximum.
+    """
+    total = online_softmax(SCORE).states[1]
+    assert total.aligned is not None
+    functions: dict[str, tuple[Expr, tuple[str, ...]]] = {
+        "softmax_weight": (total.contribution, ("score", "largest")),
+        "softmax_decay": (
+            substitute([total.aligned], {variable("total"): constant(1.0)})[0],
+            ("old_largest", "largest"),
+        ),
+    }
+    if score is not None:
+        functions |= {"modified_score": (score, NAMES), "score_slope": (derivative(score, SCORE), NAMES)}
+    includes = glsl_includes(root for root, _ in functions.values())
     text = read_shader("expr.glsl" if "expr.glsl" in includes else "exp.glsl")
-    parameters = ", ".join(f"float {name}" for name in NAMES)
-    for name, root in functions.items():
-        body = glsl_statements({"result": root}, "float").replace("\n", "\n    ")
-        text += f"float {name}({parameters}) {{\n    float result;\n    {body}\n    return result;\n}}\n"
+    for name, (root, parameters) in functions.items():
+        taken = ", ".join(f"float {parameter}" for parameter in parameters)
+        body = glsl_statements({"result": simplify(root)}, "float").replace("\n", "\n    ")
+        text += f"float {name}({taken}) {{\n    float result;\n    {body}\n    return result;\n}}\n"
     return text
 
 

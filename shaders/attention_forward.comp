@@ -68,14 +68,11 @@ void main() {
                 s[r * KEYS + j] = seen ? SCORE(x, POSITION(r), key + int(j)) : NEGATIVE_INFINITY;
                 highest = max(highest, s[r * KEYS + j]);
             }
-            // While a row has seen nothing but -inf, subtracting 0 keeps -inf - -inf from being NaN.
-            const float shift = highest == NEGATIVE_INFINITY ? 0.0 : highest;
-            decay[r] = top[r] == NEGATIVE_INFINITY ? 0.0 : exp_or_zero(top[r] - shift);
+            decay[r] = softmax_decay(top[r], highest);
             top[r] = highest;
             float sum = 0.0;
             UNROLL for (uint j = 0; j < KEYS; j++) {
-                const float score = s[r * KEYS + j];
-                s[r * KEYS + j] = score == NEGATIVE_INFINITY ? 0.0 : exp_or_zero(score - shift);
+                s[r * KEYS + j] = softmax_weight(s[r * KEYS + j], highest);
                 sum += s[r * KEYS + j];
             }
             total[r] = fma(total[r], decay[r], sum);

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
 
-from ..attention_scores import alibi, score_glsl
+from ..attention_scores import alibi, attention_glsl
 from ..expr import Expr
 from ..kernel import Kernel, read_shader
 from ..tensor import Tensor
@@ -86,7 +86,7 @@ def kernel(kind: str, head_dim: int, tile: Tile, score: Expr | None = None) -> K
     name = f"attention_{kind}_{head_dim}_r{tile.rows}{'_rolled' * tile.rolled}"
     return Kernel(
         name if score is None else f"{name}_{_name_of(score)}",
-        score_glsl(score) + read_shader(f"attention_{source}.comp"),
+        attention_glsl(score) + read_shader(f"attention_{source}.comp"),
         _ARGS[source].replace("PER_HEAD ", "" if score is None else "in f32 per_head, "),
         subgroups=1,
         defines={
@@ -102,7 +102,7 @@ def kernel(kind: str, head_dim: int, tile: Tile, score: Expr | None = None) -> K
 
 
 def _name_of(score: Expr) -> str:
-    return "alibi" if score is alibi() else hashlib.sha256(score_glsl(score).encode()).hexdigest()[:8]
+    return "alibi" if score is alibi() else hashlib.sha256(attention_glsl(score).encode()).hexdigest()[:8]
 
 
 def most_rows(head_dim: int, rolled: bool) -> int:
