@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,8 +33,30 @@ _PLACES = {
 }
 
 
-def _common(specs: Iterable[TensorSpec]) -> tuple[int, ...]:
-    return np.broadcast_shapes(*(spec.shape for spec in specs))
+class _Layouts(NamedTuple):
+    """How inputs of some shapes lie under their common shape: kind and period of each."""
+
+    common: tuple[int, ...]
+    size: int
+    each: tuple[tuple[str, int], ...]
+
+
+@lru_cache(maxsize=4096)
+def _layouts(shapes: tuple[tuple[int, ...], ...]) -> _Layouts:
+    """Raises ValueError when the shapes do not go together. A kind is "" where an input lies otherwise."""
+    common = np.broadcast_shapes(*shapes)
+    return _Layouts(common, math.prod(common), tuple(_layout(shape, common) or ("", 0) for shape in shapes))
+
+
+def _layouts_of(specs: Sequence[TensorSpec]) -> _Layouts:
+    return _layouts(tuple(spec.shape for spec in specs))
+
+
+@lru_cache(maxsize=1024)
+def _names_of(roots: Roots) -> tuple[list[str], list[str], frozenset[str]]:
+    """Variables, whole numbers, and both."""
+    floats, wholes = named(roots), named(roots, "whole")
+    return floats, wholes, frozenset((*floats, *wholes))
 
 
 def _layout(shape: tuple[int, ...], common: tuple[int, ...]) -> tuple[str, int] | None:
@@ -72,7 +95,7 @@ class MapAnyOp(MapOp):
     takes_step = True
 
     def outputs(self, *specs: TensorSpec, roots: Roots, **_: Any) -> Sequence[TensorSpec]:
-        return (TensorSpec(_common(specs)),) * len(roots)
+        return (TensorSpec(_layouts_of(specs).common),) * len(roots)
 
     def map_kernel(  # type: ignore[override]
         self, *, roots: Roots, layouts: tuple[str, ...], counts: tuple[int, int], **_: Any
@@ -80,24 +103,19 @@ class MapAnyOp(MapOp):
         return _kernel(roots, layouts, counts)
 
     def scalar_values(self, *specs: TensorSpec, numbers: tuple[float, ...], **_: Any) -> tuple[float, ...]:
-        return (*(period for layout, period in _layouts(specs) if layout in ("cycle", "repeat")), *numbers)
+        return (*(period for layout, period in _layouts_of(specs).each if layout in ("cycle", "repeat")), *numbers)
 
     def num_elements(self, *specs: TensorSpec) -> int:
-        return TensorSpec(_common(specs)).size
+        return _layouts_of(specs).size
 
     def allows_wide(self, *specs: TensorSpec) -> bool:
-        return all(period % 4 == 0 for layout, period in _layouts(specs) if layout in ("cycle", "repeat"))
+        return all(period % 4 == 0 for layout, period in _layouts_of(specs).each if layout in ("cycle", "repeat"))
 
     def flops(self, *specs: TensorSpec, roots: Roots, **_: Any) -> int:
         return sum(bool(node.args) for node in topological(expanded(roots))) * self.num_elements(*specs)
 
     def kernels(self) -> Iterable[Kernel]:
         return ()  # there are as many as there are expressions
-
-
-def _layouts(specs: Sequence[TensorSpec]) -> list[tuple[str, int]]:
-    common = _common(specs)
-    return [_layout(spec.shape, common) or ("", 0) for spec in specs]
 
 
 MAP = register(MapAnyOp())
@@ -136,8 +154,9 @@ def map_expressions(
     for name, root in outputs.items():
         if not isinstance(root, Expr) or root.kind != "f":
             raise ValueError(f"map: output {name!r} is {root!r}, no float: cast(condition, 'float32') makes one of it")
-    floats, wholes = named(roots), named(roots, "whole")
-    _check_names({*floats, *wholes}, inputs)
+    floats, wholes, wanted = _names_of(roots)
+    if wanted != inputs.keys():
+        _refuse_names(wanted, inputs)
     tensors = [name for name in floats if isinstance(inputs[name], Tensor)]
     numbers = [name for name in floats if name not in tensors]
     given: list[Any] = [inputs[name] for name in tensors]
@@ -156,34 +175,34 @@ def map_expressions(
     return made[0] if isinstance(what, Expr) else dict(zip(outputs, made, strict=True))
 
 
-def _check_names(wanted: set[str], inputs: Mapping[str, Any]) -> None:
+def _refuse_names(wanted: Set[str], inputs: Mapping[str, Any]) -> None:
     missing, unknown = sorted(wanted - set(inputs)), sorted(set(inputs) - wanted)
-    if missing or unknown:
-        what = f"no value for {', '.join(missing)}" if missing else f"nothing is called {', '.join(unknown)}"
-        raise ValueError(f"map: {what}; the expressions have {', '.join(sorted(wanted)) or 'no variables'}")
+    what = f"no value for {', '.join(missing)}" if missing else f"nothing is called {', '.join(unknown)}"
+    raise ValueError(f"map: {what}; the expressions have {', '.join(sorted(wanted)) or 'no variables'}")
 
 
 def _checked_layouts(names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[str, ...]:
     if not tensors:
         raise ValueError("map: at least one input must be a tensor: it gives the shape")
-    shapes = ", ".join(f"{name} {tensor.shape}" for name, tensor in zip(names, tensors, strict=True))
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.dtype != "float32":
             raise ValueError(f"map: {name} is {tensor.dtype}, needed is float32: cast it first")
     try:
-        common = _common([tensor.spec for tensor in tensors])
+        found = _layouts(tuple(tensor.shape for tensor in tensors))
     except ValueError:
-        raise ValueError(f"map: shapes do not go together: {shapes}") from None
-    layouts = []
-    for name, tensor in zip(names, tensors, strict=True):
-        found = _layout(tensor.shape, common)
-        if found is None:
-            raise ValueError(
-                f"map: {name} of shape {tensor.shape} is neither the end nor the start of {common} ({shapes}): "
-                "bring it to the common shape first"
-            )
-        layouts.append(found[0])
-    return tuple(layouts)
+        raise ValueError(f"map: shapes do not go together: {_shapes(names, tensors)}") from None
+    kinds = tuple(kind for kind, _ in found.each)
+    if "" in kinds:
+        name, tensor = names[kinds.index("")], tensors[kinds.index("")]
+        raise ValueError(
+            f"map: {name} of shape {tensor.shape} is neither the end nor the start of {found.common} "
+            f"({_shapes(names, tensors)}): bring it to the common shape first"
+        )
+    return kinds
+
+
+def _shapes(names: Sequence[str], tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{name} {tensor.shape}" for name, tensor in zip(names, tensors, strict=True))
 
 
 def _number(name: str, value: Any) -> float:
