@@ -131,7 +131,28 @@ void main() {
 #define MULTIPLY(u, at) sums[at] = fma(spread[u], b[(at) % TN * UNROLL_K + u], sums[at]);
 #define MULTIPLY_COLUMN(w, r) EACH_K(MULTIPLY, (r) * TN + (w))
 #define MULTIPLY_ROW(r, _) EACH_K(TAKE, r) EACH_COLUMN(MULTIPLY_COLUMN, r)
+    uint touched = 0u;
+// Rows of an operand that lies across k are pages apart, where no hardware prefetches, and a lane's loads are too far apart
+// to overlap when they miss. So the cache lines of BATCH rows are touched together first, a lane a line, by TOUCH_A and
+// TOUCH_B loads: 1.6 times as fast for A stored [K, M] at 1,024.
+#define LINES(width) (((width) + 15u) / 16u)
+#define TOUCH(operand, start, first, size, width, step, part) { \
+        const uint k_touched = min(k_batch + lane / LINES(width) + (part) * (SIZE / LINES(width)), k_end - 1u); \
+        touched ^= floatBitsToUint(operand.v[start + k_touched * step + min(first + lane % LINES(width) * 16u, size - 1u)]); }
+#if TOUCH_A || TOUCH_B
+    for (uint k_batch = k_begin; k_batch < k_end; k_batch += BATCH) {
+#if TOUCH_A
+        for (uint part = 0; part < TOUCH_A; ++part)
+            TOUCH(args.a, batch * args.batch_a, row0, args.m, TM, args.a_k, part)
+#endif
+#if TOUCH_B
+        for (uint part = 0; part < TOUCH_B; ++part)
+            TOUCH(args.b, batch * args.batch_b, col0 - 2u * lane, args.n, TN * SIZE, args.b_k, part)
+#endif
+    for (uint k = k_batch; k < min(k_batch + BATCH, k_end); k += UNROLL_K) {
+#else
     for (uint k = k_begin; k < k_end; k += UNROLL_K) {
+#endif
 #if UNROLL_K > 1 && !PAIR_A && !PAIR_B
         const uint last = k_end - 1u - k;
 #endif
@@ -139,6 +160,10 @@ void main() {
         EACH_COLUMN(LOADS_B, 0)
         EACH_ROW(MULTIPLY_ROW, 0)
     }
+#if TOUCH_A || TOUCH_B
+    }
+#endif
+    if (touched == 1u && args.flags == 0xFFFFFFFFu) return; // never; without it the loads would be left out
 
 #if SPLIT > 1
 #define PARTIAL(w, r) (gl_SubgroupID - 1u) * (TM * TN * SIZE) + ((r) * TN + (w)) * SIZE + lane

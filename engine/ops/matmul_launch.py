@@ -40,7 +40,13 @@ ALONG_K, ACROSS = 1, 2  # as in shaders/matmul.comp
 PLAIN = Pairs()
 ALL_PAIRS = tuple(Pairs(a, b) for a in (ALONG_K, ACROSS) for b in (ALONG_K, ACROSS))
 PAIRS_SUBGROUP = 8  # lavapipe's with 256-bit vectors: what pair kernels are compiled ahead of time for
+_BATCH = 64  # rows that are fetched together, of operands that lie across k: 24 KiB of a 32 x 64 tile, within L1
 _PAIRS_PAY = 2**17  # multiply-adds from which a kernel more is worth compiling
+
+
+def _touches(width: int) -> int:
+    """Loads, a lane a cache line of 16 elements, that bring _BATCH rows of this width."""
+    return _BATCH * -(-width // 16) // PAIRS_SUBGROUP
 
 
 def has_pairs(variant: Variant, pairs: Pairs) -> bool:
@@ -94,6 +100,9 @@ def matmul_kernel(variant: Variant, subgroup_size: int, resumes: bool = False, p
         "A_LOADS": a_loads,
         "PAIR_A": pairs.a,
         "PAIR_B": pairs.b,
+        "BATCH": _BATCH,
+        "TOUCH_A": _touches(variant.tm) if pairs.a == ACROSS else 0,
+        "TOUCH_B": _touches(variant.tn * subgroup_size) if pairs.b == ACROSS else 0,
         "EACH_ROW(F, x)": _each(variant, "each_row", variant.tm),
         "EACH_COLUMN(F, x)": _each(variant, "each_column", variant.tn),
         "EACH_A(F, x)": _each(variant, "each_a", a_loads),
