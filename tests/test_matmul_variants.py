@@ -27,7 +27,8 @@ from vkfold.engine.matmul_variants import (
     tiles_of,
     variants,
 )
-from vkfold.engine.ops.matmul_launch import matmul_kernel
+from vkfold.engine.ops import matmul as matmul_op
+from vkfold.engine.ops.matmul_launch import PLAIN, matmul_kernel
 from vkfold.engine.physical_device import PhysicalDevice
 from vkfold.engine.tensor import Tensor
 from vkfold.engine.variant_choice import MatmulChooser, forced_by_switch, forced_variant
@@ -268,3 +269,46 @@ def test_matrices_are_used_where_reported_and_asked_for(vulkan: VulkanEngine) ->
     assert not dataclasses.replace(device, features=frozenset(all_), matrix_shapes=((16, 8, 16),)).multiplies_matrices
     with pytest.raises(ValueError, match="unknown precision 'fp8': use one of float32, float16, bfloat16"):
         vulkan.matmul(vulkan.tensor(np.ones((2, 2))), vulkan.tensor(np.ones((2, 2))), precision="fp8")
+
+
+@pytest.mark.parametrize("trans_a,trans_b", TRANSPOSES)
+@pytest.mark.parametrize("m,n,k,batch", [(66, 70, 72, 1), (34, 66, 68, 2)])
+def test_pairs_agree_to_the_bit(
+    vulkan: VulkanEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    m: int,
+    n: int,
+    k: int,
+    batch: int,
+    trans_a: bool,
+    trans_b: bool,
+) -> None:
+    """Neighbours read as one word, and rows fetched together, where they lie across k: the bits of single loads."""
+    case = Case(vulkan, m, n, k, trans_a, trans_b, batch)
+    chooser = MatmulChooser.of(vulkan.recorder)
+    choices = [c for c in own_choices(vulkan, m, n, k, batch) if c.variant.tm * c.variant.tn >= 32]
+    chooser.plans.clear()
+    results = {}
+    for choice in choices:
+        with forced_variant(choice.name):
+            results[choice.name] = list(case.results())
+    in_pairs = [plan.kernel.name for plan in chooser.plans.values() if "pairs" in plan.kernel.name]
+    assert bool(in_pairs) == vulkan.recorder.in_words
+    monkeypatch.setattr(matmul_op, "pairs_of", lambda gpu, layout, choice: PLAIN)
+    chooser.plans.clear()
+    with forced_variant(choices[-1].name):
+        singly = list(case.results())
+    assert not any("pairs" in plan.kernel.name for plan in chooser.plans.values())
+    chooser.plans.clear()
+    for name, result in results.items():
+        for one, two in zip(singly, result, strict=True):
+            assert np.array_equal(one.view(np.uint32), two.view(np.uint32)), name
+
+
+@pytest.mark.parametrize("trans_a,trans_b", TRANSPOSES)
+def test_long_sums_of_aligned_operands(vulkan: VulkanEngine, trans_a: bool, trans_b: bool) -> None:
+    """More than a slice of k where rows are fetched together: the rounds of all loops stay below 65,535."""
+    k = 2**15 + 64
+    a, b = np.ones((k, 32) if trans_a else (32, k), np.float32), np.ones((8, k) if trans_b else (k, 8), np.float32)
+    result = vulkan.matmul(vulkan.tensor(a), vulkan.tensor(b), trans_a=trans_a, trans_b=trans_b)
+    assert (result.numpy() == k).all()
