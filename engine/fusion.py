@@ -104,13 +104,26 @@ class Merge(NamedTuple):
     at_first: bool
 
 
+class LateMerge(NamedTuple):
+    """What a late rule found: what is left of the call that is about to be launched (None: nothing), the place of a
+    later call among those behind it, and what takes that one's place.
+    """
+
+    rule: str
+    first: Call | None
+    place: int
+    call: Call
+
+
 Rule = Callable[[Sequence[Call]], "Merge | None"]
+LateRule = Callable[[Call, Sequence[Call]], "LateMerge | None"]
 
 
 class Fired(NamedTuple):
-    """How often a rule fired, the dispatching calls it saved, and the bytes those calls moved before and after."""
+    """How often a rule fired, the launches it saved, and the bytes that the calls it joined moved before and after."""
 
     times: int
+    launches_saved: int
     bytes_before: int
     bytes_after: int
 
@@ -150,11 +163,19 @@ def can_move(call: Call, across: Sequence[Call]) -> bool:
 
 
 class Fusion:
-    """The window. `rules`: op name -> rules to try when a call of that op is the later one."""
+    """The window. rules: op name -> rules to try when a call of that op is the later one. late_rules: op name -> the
+    rule to try when a call of that op is about to be launched, given it and those behind it: its outputs may be dead.
+    """
 
-    def __init__(self, launch: Callable[[Call], None], rules: dict[str, Sequence[Rule]]) -> None:
+    def __init__(
+        self,
+        launch: Callable[[Call], None],
+        rules: dict[str, Sequence[Rule]],
+        late_rules: dict[str, LateRule] | None = None,
+    ) -> None:
         self._launch = launch
         self._rules = rules
+        self._late_rules = late_rules or {}
         self._calls: list[Call] = []
         self._launching = False
         self._fired: dict[str, Fired] = {}
@@ -188,12 +209,40 @@ class Fusion:
         self.num_calls = 0
 
     def _launch_first(self) -> None:
-        call = self._calls.pop(0)
+        call: Call | None = self._calls.pop(0)
+        assert call is not None
+        late = self._late_rules.get(call.op.name)
+        if late is not None:
+            call = self._merge_late(late, call)
+        if call is None:
+            return
         self._launching = True
         try:
             self._launch(call)
         finally:
             self._launching = False
+
+    def _merge_late(self, rule: LateRule, call: Call) -> Call | None:
+        found = rule(call, self._calls)
+        if found is None:
+            return call
+        last = self._calls[found.place]
+        before = _moved(call) + _moved(last)
+        after = _moved(found.call) + (0 if found.first is None else _moved(found.first))
+        if after >= before:
+            return call
+        self._count(found.rule, found.first is None, before, after)
+        found.call.parts = call.parts + last.parts
+        found.call.scope = last.scope
+        found.call.examined = last.examined
+        self._calls[found.place] = found.call
+        if found.first is not None:
+            found.first.scope = call.scope
+        return found.first
+
+    def _count(self, rule: str, saves_launch: bool, before: int, after: int) -> None:
+        sums = self._fired.get(rule, (0, 0, 0, 0))
+        self._fired[rule] = Fired(sums[0] + 1, sums[1] + saves_launch, sums[2] + before, sums[3] + after)
 
     def _examine(self) -> None:
         calls = self._calls
@@ -206,8 +255,7 @@ class Fusion:
                 after = _moved(found.call)
                 if after >= before:
                     continue
-                times, bytes_before, bytes_after = self._fired.get(found.rule, (0, 0, 0))
-                self._fired[found.rule] = Fired(times + 1, bytes_before + before, bytes_after + after)
+                self._count(found.rule, True, before, after)
                 calls.pop()
                 found.call.examined = True  # it is the next call's partner as it stands
                 found.call.parts = calls[found.first].parts + last.parts

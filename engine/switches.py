@@ -50,6 +50,12 @@ def _transfer_queue(value: str) -> str:
     return value
 
 
+def _fusion(value: str) -> str:
+    if value not in ("0", "1", "all"):
+        raise ValueError("expected 0, 1 or all")
+    return value
+
+
 def _folder(value: str) -> Path:
     path = Path(value).expanduser()
     if path.exists() and not path.is_dir():
@@ -81,7 +87,13 @@ SWITCHES: dict[str, Switch] = {
             "3: also a check that each op changed only what it declared",
         ),
         Switch("VKFOLD_CACHE_DIR", "folder", None, _folder, "compiled kernels, pipelines and tuning results"),
-        Switch("VKFOLD_FUSION", "0 or 1", True, _on_off, "0: launch every op by itself; the bits are the same"),
+        Switch(
+            "VKFOLD_FUSION",
+            "0, 1 or all",
+            "1",
+            _fusion,
+            "0: launch every op by itself; all: CPU drivers, too, save bytes at the cost of arithmetic; the same bits",
+        ),
         Switch("VKFOLD_REPLAY", "0 or 1", True, _on_off, "0: record every training step; the bits are the same"),
         Switch("VKFOLD_TUNE", "0 or 1", True, _on_off, "0: leave what `vkfold tune` measured aside"),
         Switch("VKFOLD_VARIANT", "text", None, _text, "force kernel variants: op=variant, several with commas"),

@@ -15,6 +15,7 @@ from .device_choice import choose_device
 from .dtypes import numpy_dtype
 from .errors import OutOfDeviceMemoryError
 from .fusion import Call, Fusion
+from .fusion_norm import late_rules
 from .fusion_rules import rules
 from .host_memory import available_bytes
 from .input_checks import check_dispatch
@@ -116,8 +117,11 @@ class VulkanEngine(PooledEngine):
         self.recorder.write(self._step_buffer, 0, self.step_parameters.pack())
         self._checks = MemoryChecks(self, self.debug) if self.debug >= 2 else None
         # Memory checks look at memory after every op as it was called.
-        if self._checks is None and switches.get("VKFOLD_FUSION"):
-            self.fusion = Fusion(self._launch_call, rules())
+        fusion = switches.get("VKFOLD_FUSION")
+        if self._checks is None and fusion != "0":
+            # A norm repeated in every tile of a matmul saves bytes and costs arithmetic: CPUs have too little of that.
+            late = late_rules(self.recorder) if fusion == "all" or not self.device.is_cpu else {}
+            self.fusion = Fusion(self._launch_call, rules(), late)
             self.recorder.before_recording = self.fusion.drain
         self.guard_bytes = GUARD_BYTES if self._checks else 0
         self.replayer = StepReplayer(self.recorder, (*self.pools.values(), self.host_pool))

@@ -13,12 +13,43 @@
 // PAIR_A, PAIR_B: whether a lane reads two neighbouring elements as one 64-bit word: along k (1), or along the rows of A
 // and the columns of B (2); 0: one by one. In pairs k is a multiple of UNROLL_K, and strides, sizes and addresses fit.
 //
+// NORM: one operand is normalised on the way in, bit for bit as the norm's own kernel would: 1 RMSNorm, 2 LayerNorm; 0
+// neither. NORM_OF_B: that operand is B, not A. NORM_ALONG_K: the norm's rows lie along k (its columns along the rows of
+// A or columns of B), else its columns do. Only for products without a batch.
+//
 // SIZE: lanes of a subgroup. TM, TN: the tile of a lane. UNROLL_K: values of k in a round. A_LOADS: loads that bring TM
 // rows to SIZE lanes. SPREAD_SHUFFLE, SPREAD_BROADCAST: how a value reaches all lanes; neither: all lanes load it.
 // EACH_ROW(F, x), EACH_COLUMN(F, x), EACH_A(F, x), EACH_K(F, x): F(0, x) F(1, x) ..., as the driver likes it best: an
 // unrolled loop, or written out. The text of `activate` comes first: engine/ops/activation.py.
 
 #include "matmul_finish.glsl"
+
+#if NORM
+#define NUM_PRODUCTS 1u
+#define PRODUCT_A 0u
+#define PRODUCT_B 0u
+#if NORM == 1
+#define NORMAL(value, mean, rstd, weight, bias) ((value) * (rstd) * (weight))
+#else
+#define NORMAL(value, mean, rstd, weight, bias) fma(((value) - (mean)) * (rstd), weight, bias)
+#endif
+// What of a row or column the operand's own index decides, and what k decides.
+float norm_mean(uint i) { return NORM == 2 ? args.norm_mean.v[i] : 0.0; }
+float norm_bias(uint i) { return NORM == 2 ? args.norm_bias.v[i] : 0.0; }
+#if NORM_ALONG_K
+#define NORM_OWN(i) vec2(args.norm_weight.v[i], norm_bias(i))
+#define NORM_K(i) vec2(norm_mean(i), args.norm_rstd.v[i])
+#define NORMALIZED(value, own, of_k) NORMAL(value, (of_k).x, (of_k).y, (own).x, (own).y)
+#else
+#define NORM_OWN(i) vec2(norm_mean(i), args.norm_rstd.v[i])
+#define NORM_K(i) vec2(args.norm_weight.v[i], norm_bias(i))
+#define NORMALIZED(value, own, of_k) NORMAL(value, (own).x, (own).y, (of_k).x, (of_k).y)
+#endif
+#else
+#define NUM_PRODUCTS args.batch
+#define PRODUCT_A args.batch_a
+#define PRODUCT_B args.batch_b
+#endif
 
 #if SPLIT > 1
 shared float partial[(SPLIT - 1) * TM * TN * SIZE];
@@ -58,28 +89,44 @@ void main() {
 #endif
     const uint tiles = args.tiles_m * args.tiles_n;
     const uint batch = tile / tiles;
-    if (batch >= args.batch) return;
+    if (batch >= NUM_PRODUCTS) return;
     const uint row0 = tile % tiles % args.tiles_m * TM;
     const uint col0 = tile % tiles / args.tiles_m * (TN * SIZE) + (PAIR_B == 2 ? 2u : 1u) * lane;
     const uint c_start = batch * args.m * args.n;
 
     uint a_at[A_LOADS], b_at[TN], c_at[TN];
 #if PAIR_A == 2
-#define PLACE_A(i, _) if ((i) % 2 == 0) a_at[i] = batch * args.batch_a + min(row0 + (i) * SIZE + 2 * lane, args.m - 2u);
+#define PLACE_A(i, _) if ((i) % 2 == 0) a_at[i] = batch * PRODUCT_A + min(row0 + (i) * SIZE + 2 * lane, args.m - 2u);
 #elif defined SPREAD_SHUFFLE || defined SPREAD_BROADCAST
-#define PLACE_A(i, _) a_at[i] = batch * args.batch_a + min(row0 + (i) * SIZE + lane, args.m - 1u) * args.a_row;
+#define PLACE_A(i, _) a_at[i] = batch * PRODUCT_A + min(row0 + (i) * SIZE + lane, args.m - 1u) * args.a_row;
 #else
-#define PLACE_A(i, _) a_at[i] = batch * args.batch_a + min(row0 + (i), args.m - 1u) * args.a_row;
+#define PLACE_A(i, _) a_at[i] = batch * PRODUCT_A + min(row0 + (i), args.m - 1u) * args.a_row;
 #endif
 #if PAIR_B == 2
-#define PLACE_B(w, _) if ((w) % 2 == 0) b_at[w] = batch * args.batch_b + min(COLUMN(w), args.n - 2u);
+#define PLACE_B(w, _) if ((w) % 2 == 0) b_at[w] = batch * PRODUCT_B + min(COLUMN(w), args.n - 2u);
 #else
-#define PLACE_B(w, _) b_at[w] = batch * args.batch_b + min(COLUMN(w), args.n - 1u) * args.b_col;
+#define PLACE_B(w, _) b_at[w] = batch * PRODUCT_B + min(COLUMN(w), args.n - 1u) * args.b_col;
 #endif
 #define PLACE_C(w, _) c_at[w] = c_start + row0 * args.c_row + COLUMN(w) * args.c_col;
     EACH_A(PLACE_A, 0)
     EACH_COLUMN(PLACE_B, 0)
     EACH_COLUMN(PLACE_C, 0)
+
+#if NORM && NORM_OF_B
+    vec2 own[TN];
+#define PLACE_NORM(w, _) own[w] = NORM_OWN(min(COLUMN(w), args.n - 1u));
+    EACH_COLUMN(PLACE_NORM, 0)
+#elif NORM
+    vec2 own[A_LOADS];
+#if PAIR_A == 2
+#define PLACE_NORM(i, _) own[i] = NORM_OWN(min(row0 + (i) / 2 * (2 * SIZE) + 2 * lane + (i) % 2, args.m - 1u));
+#elif defined SPREAD_SHUFFLE || defined SPREAD_BROADCAST
+#define PLACE_NORM(i, _) own[i] = NORM_OWN(min(row0 + (i) * SIZE + lane, args.m - 1u));
+#else
+#define PLACE_NORM(i, _) own[i] = NORM_OWN(min(row0 + (i), args.m - 1u));
+#endif
+    EACH_A(PLACE_NORM, 0)
+#endif
 
     const uint num_rows = min(uint(TM), args.m - row0);
     float sums[TM * TN];
@@ -127,6 +174,13 @@ void main() {
 #define INDEX(u) (k + min(u, last))
 #define VALID(u, x, other) (u) <= last ? x : (other)
 #endif
+#if NORM && NORM_OF_B
+#define NORMALIZE(w, u) b[(w) * UNROLL_K + u] = VALID(u, NORMALIZED(b[(w) * UNROLL_K + u], own[w], of_k), 0.0);
+#define NORMALIZE_K(u, _) { const vec2 of_k = NORM_K(INDEX(u)); EACH_COLUMN(NORMALIZE, u) }
+#elif NORM
+#define NORMALIZE(i, u) a[(i) * UNROLL_K + u] = VALID(u, NORMALIZED(a[(i) * UNROLL_K + u], own[i], of_k), -0.0);
+#define NORMALIZE_K(u, _) { const vec2 of_k = NORM_K(INDEX(u)); EACH_A(NORMALIZE, u) }
+#endif
 #define TAKE(u, r) spread[u] = SPREAD(r, u);
 #define MULTIPLY(u, at) sums[at] = fma(spread[u], b[(at) % TN * UNROLL_K + u], sums[at]);
 #define MULTIPLY_COLUMN(w, r) EACH_K(MULTIPLY, (r) * TN + (w))
@@ -143,11 +197,11 @@ void main() {
     for (uint k_batch = k_begin; k_batch < k_end; k_batch += BATCH) {
 #if TOUCH_A
         for (uint part = 0; part < TOUCH_A; ++part)
-            TOUCH(args.a, batch * args.batch_a, row0, args.m, TM, args.a_k, part)
+            TOUCH(args.a, batch * PRODUCT_A, row0, args.m, TM, args.a_k, part)
 #endif
 #if TOUCH_B
         for (uint part = 0; part < TOUCH_B; ++part)
-            TOUCH(args.b, batch * args.batch_b, col0 - 2u * lane, args.n, TN * SIZE, args.b_k, part)
+            TOUCH(args.b, batch * PRODUCT_B, col0 - 2u * lane, args.n, TN * SIZE, args.b_k, part)
 #endif
     for (uint k = k_batch; k < min(k_batch + BATCH, k_end); k += UNROLL_K) {
 #else
@@ -158,6 +212,9 @@ void main() {
 #endif
         EACH_A(LOADS_A, 0)
         EACH_COLUMN(LOADS_B, 0)
+#if NORM
+        EACH_K(NORMALIZE_K, 0)
+#endif
         EACH_ROW(MULTIPLY_ROW, 0)
     }
 #if TOUCH_A || TOUCH_B

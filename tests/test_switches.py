@@ -43,7 +43,7 @@ def test_defaults_where_unset_or_empty() -> None:
             "VKFOLD_TUNE": True,
             "VKFOLD_VARIANT": None,
             "VKFOLD_CHECK_RECOMPUTE": False,
-            "VKFOLD_FUSION": True,
+            "VKFOLD_FUSION": "1",
             "VKFOLD_TRANSFER_QUEUE": "auto",
             "VKFOLD_LOG": "warning",
         }

@@ -38,24 +38,36 @@ _BACKWARD_WALK = Walk(
     {"mean_g": _TOTAL / _COLS, "mean_dot": _DOT / _COLS},
 )
 
+_STATS_WALKS = [
+    Walk([State("sum", "sum", _X - _FIRST)], {"first_mean": _FIRST + _SUM / _COLS}),
+    Walk(
+        [State("deviations", "sum", _DEVIATION), State("squares", "sum", _DEVIATION * _DEVIATION)],
+        {
+            "correction": _DEVIATIONS / _COLS,
+            "mean": _FIRST_MEAN + _CORRECTION,
+            "variance": fma(-_CORRECTION, _CORRECTION, _SQUARES / _COLS),  # a little below 0 by rounding
+            "rstd": rsqrt(where(_VARIANCE < 0.0, 0.0, _VARIANCE) + _EPS),
+        },
+    ),
+]
+
 FORWARD = RowFold(
     FoldSpec(
         "layer_norm",
         {"x": "row", "weight": "column", "bias": "column"},
         picks={"first": ("x", whole(0))},
-        walks=[
-            Walk([State("sum", "sum", _X - _FIRST)], {"first_mean": _FIRST + _SUM / _COLS}),
-            Walk(
-                [State("deviations", "sum", _DEVIATION), State("squares", "sum", _DEVIATION * _DEVIATION)],
-                {
-                    "correction": _DEVIATIONS / _COLS,
-                    "mean": _FIRST_MEAN + _CORRECTION,
-                    "variance": fma(-_CORRECTION, _CORRECTION, _SQUARES / _COLS),  # a little below 0 by rounding
-                    "rstd": rsqrt(where(_VARIANCE < 0.0, 0.0, _VARIANCE) + _EPS),
-                },
-            ),
-        ],
+        walks=_STATS_WALKS,
         elements={"y": _Y},
+        values={"mean": _MEAN, "rstd": _RSTD},
+        scalars="float eps",
+    )
+)
+STATS = RowFold(
+    FoldSpec(
+        "layer_norm_stats",
+        {"x": "row"},
+        picks={"first": ("x", whole(0))},
+        walks=_STATS_WALKS,
         values={"mean": _MEAN, "rstd": _RSTD},
         scalars="float eps",
     )
@@ -105,6 +117,23 @@ class LayerNormOp(RowFoldOp):
 
     def flops(self, x: TensorSpec, weight: TensorSpec, bias: TensorSpec, *, eps: float) -> int:
         return 10 * x.size
+
+    def scalar_values(self, *, eps: float) -> tuple[float, ...]:  # type: ignore[override]
+        return (eps,)
+
+
+class LayerNormStatsOp(RowFoldOp):
+    """The mean and rstd of `layer_norm`, to the bit, without y."""
+
+    name = "layer_norm_stats"
+    fold = STATS
+
+    def outputs(self, x: TensorSpec, *, eps: float) -> Sequence[TensorSpec]:
+        _check(self.name, x)
+        return TensorSpec(x.shape[:-1]), TensorSpec(x.shape[:-1])
+
+    def flops(self, x: TensorSpec, *, eps: float) -> int:
+        return 6 * x.size
 
     def scalar_values(self, *, eps: float) -> tuple[float, ...]:  # type: ignore[override]
         return (eps,)
@@ -200,6 +229,7 @@ class LayerNormWeightBackwardOp(Op):
 
 
 LAYER_NORM = register(LayerNormOp())
+LAYER_NORM_STATS = register(LayerNormStatsOp())
 LAYER_NORM_APPLY = register(LayerNormApplyOp())
 LAYER_NORM_BACKWARD = register(LayerNormBackwardOp())
 LAYER_NORM_WEIGHT_BACKWARD = register(LayerNormWeightBackwardOp())

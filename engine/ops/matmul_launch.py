@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ..kernel import Kernel, read_shader
 from ..matmul_variants import Capabilities, Choice, Product, Variant, tiles_of
@@ -17,6 +17,12 @@ _ARGS = (
     "in f32 a, in f32 b, inout f32 c, in f32 bias, in f32 residual, uint m, uint n, uint k, uint batch, uint batch_a, "
     "uint batch_b, uint a_row, uint a_k, uint b_col, uint b_k, uint c_row, uint c_col, uint tiles_m, uint tiles_n, "
     "uint activation, uint flags"
+)
+# Without a batch, and with what normalises one operand: 120 bytes.
+_NORM_ARGS = (
+    "in f32 a, in f32 b, inout f32 c, in f32 bias, in f32 residual, in f32 norm_mean, in f32 norm_rstd, "
+    "in f32 norm_weight, in f32 norm_bias, uint m, uint n, uint k, uint a_row, uint a_k, uint b_col, uint b_k, "
+    "uint c_row, uint c_col, uint tiles_m, uint tiles_n, uint activation, uint flags"
 )
 _BIAS, _RESIDUAL, _BIAS_BY_ROW = 1, 2, 4  # bits of `flags`
 # Of k in one dispatch. lavapipe 22.3 silently ends an invocation's loops after 65,535 rounds in all.
@@ -34,6 +40,17 @@ class Pairs(NamedTuple):
 
     a: int = 0
     b: int = 0
+
+
+class NormKind(NamedTuple):
+    """A norm that an operand goes through on the way in: number as in shaders/matmul.comp, 1 RMSNorm, 2 LayerNorm.
+
+    of_b: the kernel's B and not its A; along_k: the norm's rows lie along k.
+    """
+
+    number: int
+    of_b: bool
+    along_k: bool
 
 
 ALONG_K, ACROSS = 1, 2  # as in shaders/matmul.comp
@@ -83,7 +100,9 @@ def _workgroup_kernel(name: str, variant: Variant, subgroup_size: int, resumes: 
 
 
 @cache
-def matmul_kernel(variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = PLAIN) -> Kernel:
+def matmul_kernel(
+    variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = PLAIN, norm: NormKind | None = None
+) -> Kernel:
     """The kernel of a tile for a subgroup size. resumes: sums go on from C; apart, because its loads take compiling."""
     size = "" if variant.spread == "shared" else f"_s{subgroup_size}"
     name = f"matmul_{variant.name}{size}{'_more' * resumes}"
@@ -103,6 +122,7 @@ def matmul_kernel(variant: Variant, subgroup_size: int, resumes: bool = False, p
         "BATCH": _BATCH,
         "TOUCH_A": _touches(variant.tm) if pairs.a == ACROSS else 0,
         "TOUCH_B": _touches(variant.tn * subgroup_size) if pairs.b == ACROSS else 0,
+        "NORM": norm.number if norm is not None else 0,
         "EACH_ROW(F, x)": _each(variant, "each_row", variant.tm),
         "EACH_COLUMN(F, x)": _each(variant, "each_column", variant.tn),
         "EACH_A(F, x)": _each(variant, "each_a", a_loads),
@@ -115,7 +135,11 @@ def matmul_kernel(variant: Variant, subgroup_size: int, resumes: bool = False, p
     if pairs != PLAIN:
         defines["WORDS64"] = 1
         name += f"_pairs{pairs.a}{pairs.b}"
-    return Kernel(name, text, _ARGS, subgroups=subgroups, defines=defines)
+    if norm is None:
+        return Kernel(name, text, _ARGS, subgroups=subgroups, defines=defines)
+    defines |= {"NORM_OF_B": int(norm.of_b), "NORM_ALONG_K": int(norm.along_k)}
+    name += f"_{('rms', 'layer')[norm.number - 1]}_norm_of_{'ab'[norm.of_b]}{'_along_k' * norm.along_k}"
+    return Kernel(name, text, _NORM_ARGS, subgroups=subgroups, defines=defines)
 
 
 Address: TypeAlias = Tensor | int  # a tensor, or where it lies
@@ -142,6 +166,15 @@ class Epilogue(NamedTuple):
     accumulate: bool = False
 
 
+class Norm(NamedTuple):
+    """The norm of A (of the product, not of the kernel): x * rstd * weight, or with mean and bias LayerNorm's."""
+
+    rstd: Address
+    weight: Address
+    mean: Address | None = None
+    bias: Address | None = None
+
+
 class Plan(NamedTuple):
     """All of a dispatch that the layout and the choice decide."""
 
@@ -150,6 +183,7 @@ class Plan(NamedTuple):
     num_groups: int
     swapped: bool
     sizes: tuple[int, ...]  # the kernel's scalars from `m` on, k, activation and flags left out
+    norm: NormKind | None = None
 
 
 def pairs_of(gpu: Recorder, layout: Layout, choice: Choice) -> Pairs:
@@ -171,10 +205,14 @@ def _pair(batch: int, across: int, along_k: int, size: int) -> int:
     return ACROSS if across == 1 and along_k % 2 == 0 and size % 2 == 0 else 0
 
 
-def plan_of(gpu: Recorder, device: Capabilities, layout: Layout, choice: Choice, pairs: Pairs = PLAIN) -> Plan:
-    """The dispatch that carries out a product with this choice, read in these pairs."""
+def plan_of(
+    gpu: Recorder, device: Capabilities, layout: Layout, choice: Choice, pairs: Pairs = PLAIN, norm: int = 0
+) -> Plan:
+    """The dispatch that carries out a product with this choice, read in these pairs. norm: 1 RMSNorm of A, 2 LayerNorm
+    (no batch, and no tile of a whole workgroup)."""
     variant, (batch, m, n, _) = choice.variant, layout.product
-    kernel = matmul_kernel(variant, gpu.subgroup_size, False, pairs)
+    kind = NormKind(norm, choice.swapped, layout.a_k != 1) if norm else None
+    kernel = matmul_kernel(variant, gpu.subgroup_size, False, pairs, kind)
     tiles_m, tiles_n = tiles_of(device, layout.product, choice)
     a, b = (layout.batch_a, layout.a_row, layout.a_k), (layout.batch_b, layout.b_col, layout.b_k)
     rows, columns, c = m, n, (n, 1)
@@ -183,8 +221,10 @@ def plan_of(gpu: Recorder, device: Capabilities, layout: Layout, choice: Choice,
     tiles = batch * tiles_m * tiles_n
     if variant.split == 1 and not variant.whole_workgroup:
         tiles = -(-tiles // (kernel.workgroup_size(gpu.subgroup_size, gpu.max_invocations) // gpu.subgroup_size))
-    sizes = (rows, columns, batch, a[0], b[0], *a[1:], *b[1:], *c, tiles_m, tiles_n)
-    return Plan(kernel, matmul_kernel(variant, gpu.subgroup_size, True, pairs), tiles, choice.swapped, sizes)
+    batched = () if norm else (batch, a[0], b[0])
+    sizes = (rows, columns, *batched, *a[1:], *b[1:], *c, tiles_m, tiles_n)
+    more = matmul_kernel(variant, gpu.subgroup_size, True, pairs, kind)
+    return Plan(kernel, more, tiles, choice.swapped, sizes, kind)
 
 
 def _after(start: Address, elements: int) -> Address | tuple[Tensor, int]:
@@ -193,8 +233,24 @@ def _after(start: Address, elements: int) -> Address | tuple[Tensor, int]:
     return start + 4 * elements if isinstance(start, int) else (start, 4 * elements)
 
 
-def run_plan(gpu: Recorder, plan: Plan, layout: Layout, a: Address, b: Address, c: Address, epilogue: Epilogue) -> None:
-    """Record a product."""
+def _norm_pointers(norm: Norm, along_k: bool, begin: int, unused: Address) -> list[Any]:
+    """mean, rstd, weight, bias from element `begin` of those that k goes along."""
+    mean, bias = (unused if x is None else x for x in (norm.mean, norm.bias))
+    rows, columns = (begin, 0) if along_k else (0, begin)
+    return [_after(mean, rows), _after(norm.rstd, rows), _after(norm.weight, columns), _after(bias, columns)]
+
+
+def run_plan(
+    gpu: Recorder,
+    plan: Plan,
+    layout: Layout,
+    a: Address,
+    b: Address,
+    c: Address,
+    epilogue: Epilogue,
+    norm: Norm | None = None,
+) -> None:
+    """Record a product. norm: where the plan has one."""
     bias, residual, activation, accumulate = epilogue
     final = _BIAS * (bias is not None) | _RESIDUAL * (residual is not None) | _BIAS_BY_ROW * plan.swapped
     kind = ACTIVATIONS[activation] if activation is not None else 0
@@ -213,6 +269,7 @@ def run_plan(gpu: Recorder, plan: Plan, layout: Layout, a: Address, b: Address, 
             c,
             c if bias is None else bias,
             c if residual is None else residual,
+            *(_norm_pointers(norm, plan.norm.along_k, begin, c) if norm is not None and plan.norm is not None else ()),
             rows,
             columns,
             length,

@@ -36,6 +36,15 @@ FORWARD = RowFold(
         scalars="float eps",
     )
 )
+STATS = RowFold(
+    FoldSpec(
+        "rms_norm_stats",
+        {"x": "row"},
+        walks=[Walk([State("squares", "sum", _X * _X)], {"rstd": rsqrt(_SQUARES / _COLS + _EPS)})],
+        values={"rstd": _RSTD},
+        scalars="float eps",
+    )
+)
 APPLY = RowFold(FoldSpec("rms_norm_apply", {"x": "row", "weight": "column", "rstd": "value"}, elements={"y": _Y}))
 BACKWARD = RowFold(FoldSpec("rms_norm_backward", _BACKWARD_INPUTS, walks=[_BACKWARD_WALK], elements={"dx": _DX}))
 BACKWARD_INTO = RowFold(
@@ -66,6 +75,23 @@ class RmsNormOp(RowFoldOp):
 
     def flops(self, x: TensorSpec, weight: TensorSpec, *, eps: float) -> int:
         return 4 * x.size
+
+    def scalar_values(self, *, eps: float) -> tuple[float, ...]:  # type: ignore[override]
+        return (eps,)
+
+
+class RmsNormStatsOp(RowFoldOp):
+    """The rstd of `rms_norm`, to the bit, without y."""
+
+    name = "rms_norm_stats"
+    fold = STATS
+
+    def outputs(self, x: TensorSpec, *, eps: float) -> Sequence[TensorSpec]:
+        rows_and_columns(self.name, "x", x, loops=2)
+        return (TensorSpec(x.shape[:-1]),)
+
+    def flops(self, x: TensorSpec, *, eps: float) -> int:
+        return 2 * x.size
 
     def scalar_values(self, *, eps: float) -> tuple[float, ...]:  # type: ignore[override]
         return (eps,)
@@ -146,6 +172,7 @@ class RmsNormWeightBackwardOp(Op):
 
 
 RMS_NORM = register(RmsNormOp())
+RMS_NORM_STATS = register(RmsNormStatsOp())
 RMS_NORM_APPLY = register(RmsNormApplyOp())
 RMS_NORM_BACKWARD = register(RmsNormBackwardOp())
 RMS_NORM_WEIGHT_BACKWARD = register(RmsNormWeightBackwardOp())
