@@ -48,15 +48,16 @@ class BuildWithKernels(build_py):
 
 
 def import_from_source(name: str) -> ModuleType:
-    """A module of this folder under its import name vkfold.NAME, whatever else is installed under that name."""
+    """A module of this folder under its import name vkfold.NAME, whatever else is installed under that name.
+
+    The package's own __init__ is not run: it imports what a build has no need of, and an isolated one does not have.
+    """
     if "vkfold" not in sys.modules:
         spec = importlib.util.spec_from_file_location(
             "vkfold", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
         )
-        assert spec is not None and spec.loader is not None
-        package = importlib.util.module_from_spec(spec)
-        sys.modules["vkfold"] = package
-        spec.loader.exec_module(package)
+        assert spec is not None
+        sys.modules["vkfold"] = importlib.util.module_from_spec(spec)
     return importlib.import_module(f"vkfold.{name}")
 
 

@@ -144,9 +144,13 @@ def wrong(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> Choice:
     choice = MatmulChooser.of(fresh.recorder).choose(PRODUCT)
 
     def damaged(
-        variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = matmul_launch.PLAIN
+        variant: Variant,
+        subgroup_size: int,
+        resumes: bool = False,
+        pairs: Pairs = matmul_launch.PLAIN,
+        norm: None = None,
     ) -> Kernel:
-        kernel = matmul_kernel(variant, subgroup_size, resumes, pairs)
+        kernel = matmul_kernel(variant, subgroup_size, resumes, pairs, norm)
         if variant != choice.variant:
             return kernel
         text = kernel.glsl.partition("#line 1\n")[2].replace("k_end = args.k;", "k_end = args.k - 1u;")
