@@ -135,7 +135,7 @@ _COMPILE_PAYS = 2**22  # multiply-adds from which the largest tiles are worth ha
 
 def _shuffle_family(unroll: int) -> tuple[Variant, ...]:
     return (
-        Variant("shuffle", 32, 8, unroll, least_work=_COMPILE_PAYS),
+        *(Variant("shuffle", tm, 8, unroll, least_work=_COMPILE_PAYS) for tm in (32, 40)),  # 40 for odd sizes
         *(Variant("shuffle", tm, tn, unroll) for tm, tn in ((16, 8), (12, 8), (8, 8), (16, 4), (8, 4), (4, 8), (8, 1))),
     )
 
@@ -227,6 +227,12 @@ def tiles_of(device: Capabilities, product: Product, choice: Choice) -> tuple[in
     return -(-rows // tall), -(-columns // wide)
 
 
+def _reads_pairs(product: Product, variant: Variant, slots: int) -> bool:
+    """Whether operands are read two elements at a time however they lie (ops/matmul_launch.py)."""
+    even = not (product.m % 2 or product.n % 2 or product.k % variant.unroll)
+    return even and variant.unroll % 2 == 0 and slots % 2 == 0 and variant.tn % 2 == 0
+
+
 def estimate(device: Capabilities, product: Product, choice: Choice) -> float:
     """Nanoseconds by the model: tiles are worked through `parallel` at a time, padding counts in full."""
     costs = _COSTS_GPU
@@ -239,7 +245,11 @@ def estimate(device: Capabilities, product: Product, choice: Choice) -> float:
     if variant.whole_workgroup:  # 8 x 4 sums an invocation: 12 shared loads a k, 2 global ones
         waves = -(-product.batch * down * across * (_MIN_INVOCATIONS // size) // device.parallel)
         return waves * (product.k * (32 * costs.multiply + 12 * costs.spread + costs.load) + 32 * costs.store)
-    step = (variant.tn + -(-variant.tm // size)) * costs.load + variant.tm * costs.spread + costs.round / variant.unroll
+    slots = -(-variant.tm // size)
+    load = costs.load
+    if device.driver == "llvmpipe" and size == 8 and _reads_pairs(product, variant, slots):
+        load *= 0.55
+    step = (variant.tn + slots) * load + variant.tm * costs.spread + costs.round / variant.unroll
     step += variant.tm * variant.tn * costs.multiply
     tile = step * product.k / variant.split + variant.tm * variant.tn * costs.store
     return -(-product.batch * down * across * variant.split // device.parallel) * tile
