@@ -16,7 +16,9 @@ from .host_values import array_of, checked_spec, stored
 from .input_checks import check_inputs, described, input_name, not_a_tensor
 from .one_thread import OneThread
 from .op import Cost, Op
+from .overlap_check import check_overlap, shares_storage
 from .replay_stats import ReplayStats
+from .setting_checks import check_settings, whole_settings
 from .step_parameters import StepParameters
 from .tensor import Tensor, TensorSpec
 from .verbs import OpVerbs
@@ -34,12 +36,14 @@ class DriverMemory(NamedTuple):
 class Rule:
     """What an op's shape rule said for one combination of inputs and settings, kept because steps repeat."""
 
-    __slots__ = ("cost", "outputs", "scratch")
+    __slots__ = ("cost", "outputs", "scratch", "whole", "writes")
 
     def __init__(self, op: Op, specs: Sequence[TensorSpec | None], settings: dict[str, Any]) -> None:
         self.outputs = tuple(op.outputs(*specs, **settings))
         self.scratch = tuple(op.scratch(*specs, **settings))
         self.cost: Cost = op.cost(*specs, **settings)
+        self.writes = tuple(op.written(len(specs), **settings))
+        self.whole = whole_settings(op)  # names; 2.0 finds the rule of 2, and no kernel takes it
 
 
 class ComputeEngine(OpVerbs, OneThread, ABC):
@@ -60,7 +64,11 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
 
     # -- ops ---------------------------------------------------------------------------------------------------------
     def rule_of(self, op: Op, inputs: Sequence[Tensor | None], settings: dict[str, Any]) -> Rule:
-        """Shape rule and cost of one call. Raises ValueError for shapes or engines that do not fit."""
+        """Shape rule and cost of one call.
+
+        Raises ValueError for shapes or engines that do not fit, and for an input that is written and overlaps another;
+        TypeError for inputs that are no tensors, and settings of the wrong type.
+        """
         self.check_open()
         try:
             specs = [None if t is None else t.spec for t in inputs]
@@ -68,16 +76,26 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
             check_inputs(op, inputs)
             raise
         key = (op, *specs, *settings.values())
-        rule = self._rules.get(key)
+        try:
+            rule = self._rules.get(key)
+        except TypeError:  # a setting that cannot be hashed
+            check_settings(op, settings)
+            raise
         if rule is None:
             check_inputs(op, inputs)
+            check_settings(op, settings)
             rule = self._rules[key] = Rule(op, specs, settings)
+        for name in rule.whole:
+            if type(settings[name]) is not int:
+                check_settings(op, settings)
         for tensor in inputs:
             if tensor is not None and tensor.engine is not self:
                 raise ValueError(
                     f"{op.name}: {input_name(op, inputs, tensor)} lives on another engine, {tensor.engine.label}; this "
                     f"is {self.label}: copy it with engine.tensor(t.numpy())"
                 )
+        if rule.writes and shares_storage(inputs):
+            check_overlap(op, rule.writes, inputs, settings)
         return rule
 
     @abstractmethod

@@ -45,8 +45,12 @@ def _parameters(op: Op, count: int) -> list[tuple[str, bool]]:
 
 def input_name(op: Op, inputs: Sequence[Any], value: Any) -> str:
     """What the op calls this input."""
-    index = next(i for i, candidate in enumerate(inputs) if candidate is value)
-    return _parameters(op, len(inputs))[index][0]
+    return input_name_at(op, len(inputs), next(i for i, candidate in enumerate(inputs) if candidate is value))
+
+
+def input_name_at(op: Op, count: int, position: int) -> str:
+    """What the op calls the input at this position of `count`."""
+    return _parameters(op, count)[position][0]
 
 
 def check_inputs(op: Op, inputs: Sequence[Any]) -> None:

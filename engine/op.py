@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .tensor import TensorSpec
@@ -32,12 +32,13 @@ class Op:
     - `kernels()`: every kernel the launch can ask for, to be compiled ahead of time.
 
     `writes` lists the positions of inputs that are changed in place (`written(num_inputs, **settings)` where their
-    number varies). `scratch(*specs, **settings)` lists temporaries
-    that live for the one call; launch receives them behind the outputs.
+    number varies); they must not overlap another input, but where `may_coincide` says so. `scratch(*specs,
+    **settings)` lists temporaries that live for the one call; launch receives them behind the outputs.
     """
 
     name: str = ""
     writes: tuple[int, ...] = ()
+    setting_types: Mapping[str, str] = {}  # annotations that the signature of `outputs` does not have
     takes_step: bool = False  # reference receives step=StepParameters
 
     outputs: Callable[..., Sequence[TensorSpec]]
@@ -56,6 +57,19 @@ class Op:
     def written(self, num_inputs: int, **settings: Any) -> Sequence[int]:
         """Positions of the inputs that are changed in place: `writes`, unless they depend on the call."""
         return self.writes
+
+    def written_bytes(self, position: int, *specs: TensorSpec | None, **settings: Any) -> tuple[int, int]:
+        """First byte and end of what is written of an input in `written`: all of it, unless overridden."""
+        spec = specs[position]
+        assert spec is not None
+        return 0, spec.nbytes
+
+    def may_coincide(self, written: int, read: int, **settings: Any) -> bool:
+        """Whether the input at `written`, changed in place, and the one at `read` may be the same bytes.
+
+        True where each element of the one is read before, and by whom, that element of the other is written.
+        """
+        return False
 
     def cost(self, *specs: TensorSpec | None, **settings: Any) -> Cost:
         """FLOPs, and bytes moved when every tensor is read and written once."""

@@ -151,7 +151,7 @@ def test_misuse_is_refused(cpu: CpuEngine) -> None:
         (lambda: cpu.map(X < B, x=x, b=x), "no float: cast"),
         (lambda: cpu.map({}, x=x), "no expression"),
         (lambda: cpu.map(X + 1.0, x=2.0), "at least one input must be a tensor"),
-        (lambda: cpu.map(X * S, x=x, s="2"), "s is '2', needed is a tensor or a number"),
+        (lambda: cpu.map(X * S, x=x, s="2"), "s is '2' of type str, needed is a tensor or a number"),
         (lambda: cpu.map(X * e.uniform(e.whole("n")), x=x, n=1.5), "n is 1.5, needed is a whole number"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -290,10 +290,10 @@ def test_updates_refuse(engine: ComputeEngine) -> None:
 
 def test_updates_can_be_planned() -> None:
     plan = PlanEngine()
-    p = plan.zeros((1000,))
+    p, g, m, v = (plan.zeros((1000,)) for _ in range(4))
     state = plan.gradient_norm([p, p], max_norm=1.0)[1]
-    plan.adamw_(p, p, p, p, state)
-    plan.sgd_(p, p, p, state, momentum=0.9)
+    plan.adamw_(p, g, m, v, state)
+    plan.sgd_(p, g, m, state, momentum=0.9)
     assert plan.counts["adamw_"] == plan.counts["sgd_"] == plan.counts["gradient_norm"] == 1
     cost = ADAMW.cost(p.spec, p.spec, p.spec, p.spec, None, beta1=0.9, beta2=0.9, eps=0.0, weight_decay=0.0)
     assert (cost.bytes_read, cost.bytes_written) == (16_000, 12_000)

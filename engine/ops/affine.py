@@ -37,6 +37,6 @@ AFFINE = register(AffineOp())
 def affine(engine: ComputeEngine, x: Tensor, factor: float, offset: float) -> Tensor:
     """x * factor + offset element by element, float32; rounded after the product and after the sum.
 
-    Raises ValueError for another type, OverflowError for a finite number beyond float32.
+    Raises ValueError for another type and for a finite number beyond float32, TypeError for what is no number.
     """
-    return engine.execute(AFFINE, (x,), factor=float(factor), offset=float(offset))[0]
+    return engine.execute(AFFINE, (x,), factor=factor, offset=offset)[0]

@@ -30,11 +30,14 @@ class AttentionOp(Op):
     """o, lse = attention(q, k, v, key_lengths, documents, sinks, head_values)."""
 
     name = "attention"
+    setting_types = rule.SETTING_TYPES
 
-    def outputs(self, *specs: Any, **settings: Any) -> Sequence[TensorSpec]:
-        shape = rule.separate_shape(*specs[:3])
-        rule.check_mask(shape, Mask.of(specs[3:], settings))
-        return specs[0], shape.lse
+    def outputs(
+        self, q: TensorSpec, k: TensorSpec, v: TensorSpec, *optional: TensorSpec | None, **settings: Any
+    ) -> Sequence[TensorSpec]:
+        shape = rule.separate_shape(q, k, v)
+        rule.check_mask(shape, Mask.of(optional, settings))
+        return q, shape.lse
 
     def flops(self, *specs: Any, causal: bool, window: int, **_: Any) -> int:
         return rule.flops(_shape_of(*specs[:3]), causal, window, products=2)
@@ -57,11 +60,21 @@ class AttentionBackwardOp(Op):
     """d_q, d_k, d_v = attention_backward(d_o, q, k, v, o, lse, key_lengths, documents, sinks, head_values)."""
 
     name = "attention_backward"
+    setting_types = rule.SETTING_TYPES
 
-    def outputs(self, *specs: Any, **settings: Any) -> Sequence[TensorSpec]:
-        d_o, q, k, v, o, lse = specs[:6]
+    def outputs(
+        self,
+        d_o: TensorSpec,
+        q: TensorSpec,
+        k: TensorSpec,
+        v: TensorSpec,
+        o: TensorSpec,
+        lse: TensorSpec,
+        *optional: TensorSpec | None,
+        **settings: Any,
+    ) -> Sequence[TensorSpec]:
         shape = rule.separate_shape(q, k, v)
-        rule.check_mask(shape, Mask.of(specs[6:], settings))
+        rule.check_mask(shape, Mask.of(optional, settings))
         rule.check_backward(shape, d_o, o, lse)
         return q, k, v
 
@@ -121,7 +134,7 @@ def attention(
     Raises ValueError for shapes or types that do not fit.
     """
     inputs = (q, k, v, key_lengths, documents, sinks, head_values)
-    settings = rule.settings_of(q.shape[-1] if q.ndim else 0, causal, window, scale, score)
+    settings = rule.settings_of(rule.last_size(q), causal, window, scale, score)
     o, lse = engine.execute(ATTENTION, inputs, **settings)
     return o, lse
 
@@ -151,6 +164,6 @@ def attention_backward(
     Raises ValueError for shapes or types that do not fit.
     """
     inputs = (d_o, q, k, v, o, lse, key_lengths, documents, sinks, head_values)
-    settings = rule.settings_of(q.shape[-1] if q.ndim else 0, causal, window, scale, score)
+    settings = rule.settings_of(rule.last_size(q), causal, window, scale, score)
     d_q, d_k, d_v = engine.execute(ATTENTION_BACKWARD, inputs, **settings)
     return d_q, d_k, d_v

@@ -10,6 +10,7 @@ import numpy as np
 from ..expr import Expr
 from ..kernel import Kernel
 from ..op import Op, register
+from ..setting_checks import is_whole
 from ..tensor import Tensor, TensorSpec
 from . import attention_launch as launcher
 from . import attention_rule as rule
@@ -37,14 +38,18 @@ def _split(qkv: np.ndarray, shape: AttentionShape) -> list[np.ndarray]:
     return np.split(heads, [shape.num_heads, shape.num_heads + shape.num_kv_heads], axis=2)
 
 
+_SETTING_TYPES = {**rule.SETTING_TYPES, "num_heads": "int", "num_kv_heads": "int"}
+
+
 class AttentionQkvOp(Op):
     """o, lse = attention_qkv(qkv, key_lengths, documents, sinks, head_values)."""
 
     name = "attention_qkv"
+    setting_types = _SETTING_TYPES
 
-    def outputs(self, *specs: Any, **settings: Any) -> Sequence[TensorSpec]:
-        shape = _shape_of(specs[0], settings)
-        rule.check_mask(shape, Mask.of(specs[1:], settings))
+    def outputs(self, qkv: TensorSpec, *optional: TensorSpec | None, **settings: Any) -> Sequence[TensorSpec]:
+        shape = _shape_of(qkv, settings)
+        rule.check_mask(shape, Mask.of(optional, settings))
         return TensorSpec((shape.batch, shape.num_queries, shape.o_row)), shape.lse
 
     def flops(self, *specs: Any, **settings: Any) -> int:
@@ -68,11 +73,19 @@ class AttentionQkvBackwardOp(Op):
     """d_qkv = attention_qkv_backward(d_o, qkv, o, lse, key_lengths, documents, sinks, head_values)."""
 
     name = "attention_qkv_backward"
+    setting_types = _SETTING_TYPES
 
-    def outputs(self, *specs: Any, **settings: Any) -> Sequence[TensorSpec]:
-        d_o, qkv, o, lse = specs[:4]
+    def outputs(
+        self,
+        d_o: TensorSpec,
+        qkv: TensorSpec,
+        o: TensorSpec,
+        lse: TensorSpec,
+        *optional: TensorSpec | None,
+        **settings: Any,
+    ) -> Sequence[TensorSpec]:
         shape = _shape_of(qkv, settings)
-        rule.check_mask(shape, Mask.of(specs[4:], settings))
+        rule.check_mask(shape, Mask.of(optional, settings))
         rule.check_backward(shape, d_o, o, lse)
         return (qkv,)
 
@@ -127,7 +140,7 @@ def attention_qkv(
     qkv: [b, s, (num_heads + 2 num_kv_heads) * D]. Masks, sinks, score and scale as for `attention`.
     Returns o [b, s, num_heads * D] and lse [b, num_heads, s]. Raises ValueError for shapes or types that do not fit.
     """
-    settings = rule.settings_of(_head_dim(qkv, num_heads + 2 * num_kv_heads), causal, window, scale, score)
+    settings = rule.settings_of(_head_dim(qkv, num_heads, num_kv_heads), causal, window, scale, score)
     inputs = (qkv, key_lengths, documents, sinks, head_values)
     o, lse = engine.execute(ATTENTION_QKV, inputs, num_heads=num_heads, num_kv_heads=num_kv_heads, **settings)
     return o, lse
@@ -155,7 +168,7 @@ def attention_qkv_backward(
 
     Raises ValueError for shapes or types that do not fit.
     """
-    settings = rule.settings_of(_head_dim(qkv, num_heads + 2 * num_kv_heads), causal, window, scale, score)
+    settings = rule.settings_of(_head_dim(qkv, num_heads, num_kv_heads), causal, window, scale, score)
     inputs = (d_o, qkv, o, lse, key_lengths, documents, sinks, head_values)
     (d_qkv,) = engine.execute(
         ATTENTION_QKV_BACKWARD, inputs, num_heads=num_heads, num_kv_heads=num_kv_heads, **settings
@@ -163,5 +176,7 @@ def attention_qkv_backward(
     return d_qkv
 
 
-def _head_dim(qkv: Tensor, heads: int) -> int:
-    return qkv.shape[-1] // max(heads, 1) if qkv.ndim else 0
+def _head_dim(qkv: Tensor, num_heads: int, num_kv_heads: int) -> int:
+    if not (is_whole(num_heads) and is_whole(num_kv_heads)):
+        return 0  # refused by their type
+    return rule.last_size(qkv) // max(num_heads + 2 * num_kv_heads, 1)

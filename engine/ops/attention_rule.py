@@ -23,10 +23,12 @@ from ..attention_scores import SCORE, check_score
 from ..expr import Expr
 from ..expr_derivative import derivative
 from ..expr_numpy import evaluate
-from ..tensor import TensorSpec
+from ..setting_checks import is_whole
+from ..tensor import Tensor, TensorSpec
 
 MAX_HEAD_DIM = 256
 MAX_HEADS = 2**16 - 1
+SETTING_TYPES = {"causal": "bool", "window": "int", "scale": "float"}  # as annotations of a shape rule
 MAX_POSITIONS = 2**16 * 2 - 1024  # a kernel passes two positions a round, and no driver may cut its loop short
 
 
@@ -52,8 +54,14 @@ class Mask(NamedTuple):
 
 def settings_of(head_dim: int, causal: bool, window: int, scale: float | None, score: Expr | None) -> dict[str, Any]:
     """Settings of the ops from what a caller gave; the scale is 1 / sqrt(head_dim) unless given."""
-    factor = 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else float(scale)
-    return {"causal": bool(causal), "window": int(window), "scale": factor, "score": score}
+    factor = 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else scale
+    whole = int(window) if is_whole(window) else window  # anything else is refused by its type
+    return {"causal": causal, "window": whole, "scale": factor, "score": score}
+
+
+def last_size(tensor: Any) -> int:
+    """Size of the last dimension; 0 without one, and for what is no tensor (the op refuses it by name)."""
+    return tensor.shape[-1] if isinstance(tensor, Tensor) and tensor.ndim else 0
 
 
 class AttentionShape(NamedTuple):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..input_checks import require_tensors
 from ..kernel import Kernel, read_shader
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
@@ -80,5 +81,6 @@ def attention_sinks_backward(
     d_o, o: [b, s, H, D] or [b, s, H * D]; lse: [b, H, s] as `attention` gave it. accumulate adds to what out holds.
     Raises ValueError for shapes or types that do not fit.
     """
+    require_tensors("attention_sinks_backward", out=out)
     (terms,) = engine.execute(ATTENTION_SINK_TERMS, (d_o, o, lse, sinks))
     engine.column_sum(terms, out, accumulate=accumulate)

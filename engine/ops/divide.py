@@ -67,14 +67,14 @@ def divide(engine: ComputeEngine, a: Tensor, b: Tensor) -> Tensor:
 def divide_by(engine: ComputeEngine, x: Tensor, divisor: float) -> Tensor:
     """x / divisor, float32; division by 0 gives infinities and NaN.
 
-    Raises ValueError for another type, OverflowError for a finite divisor beyond float32.
+    Raises ValueError for another type and for a finite divisor beyond float32, TypeError for what is no number.
     """
-    return engine.execute(DIVIDE_BY, (x,), divisor=float(divisor))[0]
+    return engine.execute(DIVIDE_BY, (x,), divisor=divisor)[0]
 
 
 def divide_into(engine: ComputeEngine, x: Tensor, dividend: float) -> Tensor:
     """dividend / x, float32; division by 0 gives infinities and NaN.
 
-    Raises ValueError for another type, OverflowError for a finite dividend beyond float32.
+    Raises ValueError for another type and for a finite dividend beyond float32, TypeError for what is no number.
     """
-    return engine.execute(DIVIDE_INTO, (x,), dividend=float(dividend))[0]
+    return engine.execute(DIVIDE_INTO, (x,), dividend=dividend)[0]

@@ -33,11 +33,11 @@ def dropout_keep(size: int, p: float, site: int, step: StepParameters) -> np.nda
 
 
 def _threshold(p: float) -> int:
-    return min(round(p * 2**32), 2**32 - 1)
+    return min(round(float(p) * 2**32), 2**32 - 1)
 
 
 def _factor(p: float) -> float:
-    return float(np.float32(1.0 / (1.0 - p)))
+    return float(np.float32(1.0 / (1.0 - float(p))))
 
 
 def _check(op: str, p: float, site: int) -> None:
@@ -87,9 +87,9 @@ def dropout(engine: ComputeEngine, x: Tensor, *, p: float, site: int) -> Tensor:
     p: probability of dropping, 0 <= p < 1. site: a stable number of this dropout in the model. Seed, step and
     micro-batch come from the engine's step parameters. Raises ValueError for p or site out of range, or another type.
     """
-    return engine.execute(DROPOUT, (x,), p=float(p), site=int(site))[0]
+    return engine.execute(DROPOUT, (x,), p=p, site=site)[0]
 
 
 def dropout_add(engine: ComputeEngine, x: Tensor, residual: Tensor, *, p: float, site: int) -> Tensor:
     """residual + dropout(x), the same bits as dropout and then add. See `dropout`; shapes must be equal."""
-    return engine.execute(DROPOUT_ADD, (x, residual), p=float(p), site=int(site))[0]
+    return engine.execute(DROPOUT_ADD, (x, residual), p=p, site=site)[0]

@@ -49,6 +49,11 @@ class MapOp(Op):
         """What the op computes for each element, by output: expressions of the inputs' and scalars' names."""
         return self.map_kernel(**settings).expressions
 
+    def may_coincide(self, written: int, read: int, **settings: Any) -> bool:
+        """True for inputs that lie at the same place: an element is read and written by one invocation."""
+        operands = self.map_kernel(**settings).inputs
+        return operands[written].place == operands[read].place
+
     def scalar_values(self, *specs: Any, **settings: Any) -> tuple[float, ...]:
         """Values of the kernel's scalars, in order."""
         return ()

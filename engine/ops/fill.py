@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..dtypes import bfloat16_bits, itemsize
-from ..input_checks import require_tensors
+from ..input_checks import described, require_tensors
 from ..kernel import Kernel
 from ..op import Op, register
+from ..setting_checks import is_number
 from ..tensor import Tensor, TensorSpec
 from .row_kernels import FLAT_SIZE, flat_groups
 
@@ -70,9 +71,11 @@ FILL = register(FillOp())
 
 def element_bits(value: float, dtype: str) -> int:
     """The bits of a value as one element, rounded to nearest even. Raises ValueError for a value that does not fit."""
+    if not is_number(value):
+        raise TypeError(f"fill_: the value is {described(value)}, needed is a number")
     if dtype in ("int32", "uint32"):
         info = np.iinfo(dtype)
-        if int(value) != value or not info.min <= value <= info.max:
+        if not math.isfinite(value) or int(value) != value or not info.min <= value <= info.max:
             raise ValueError(f"fill_: {value} is no {dtype}")
         return int(value) & 0xFFFFFFFF
     with np.errstate(over="ignore"):

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..input_checks import require_list
+from ..input_checks import described, require_list
 from ..kernel import Kernel
 from ..op import Op, register
+from ..setting_checks import is_number
 from ..tensor import Tensor, TensorSpec
 from .row_kernels import ROW_SUBGROUPS, RowKernels, check_dtype_of, check_spec, row_groups
 from .tensor_table import SQUARES_WORDS, check_count, squares_table, table_spec, write_table
@@ -150,5 +151,6 @@ def gradient_norm(
 
 
 def _number(value: float) -> float:
-    value = float(value)
-    return math.inf if value > 3.4e38 else value  # push constants are float32
+    if not is_number(value):
+        raise TypeError(f"gradient_norm: max_norm is {described(value)}, needed is a number")
+    return math.inf if value > 3.4e38 else float(value)  # push constants are float32

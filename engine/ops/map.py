@@ -13,9 +13,11 @@ import numpy as np
 from ..expr import Expr, variable, whole
 from ..expr_simplify import simplify
 from ..expr_walk import expanded, named, substitute, topological
+from ..input_checks import described
 from ..kernel import Kernel
 from ..map_kernel import MapKernel, Operand
 from ..op import register
+from ..setting_checks import check_float32, is_number
 from ..tensor import Tensor, TensorSpec
 from .elementwise import MapOp
 
@@ -147,6 +149,11 @@ def map_expressions(
     Raises ValueError for names that do not match, other types or shapes, or more than 128 bytes of arguments (about 14
     tensors).
     """
+    if not isinstance(what, (Expr, Mapping)):
+        raise TypeError(
+            f"map: {described(what)} is no expression: build one from vkfold.expr.variables(...), "
+            "or give a dict of name -> expression"
+        )
     outputs = {"": what} if isinstance(what, Expr) else dict(what)
     if not outputs:
         raise ValueError("map: no expression is given")
@@ -206,9 +213,9 @@ def _shapes(names: Sequence[str], tensors: Sequence[Tensor]) -> str:
 
 
 def _number(name: str, value: Any) -> float:
-    if not isinstance(value, (int, float, np.floating, np.integer)) or isinstance(value, bool):
-        raise ValueError(f"map: {name} is {value!r}, needed is a tensor or a number")
-    return float(value)
+    if not is_number(value):
+        raise ValueError(f"map: {name} is {described(value)}, needed is a tensor or a number")
+    return check_float32("map", name, value)
 
 
 def _integer(name: str, value: Any) -> int:

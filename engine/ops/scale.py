@@ -36,6 +36,6 @@ SCALE = register(ScaleOp())
 def scale(engine: ComputeEngine, x: Tensor, factor: float) -> Tensor:
     """x * factor, float32; the factor is rounded to float32 first.
 
-    Raises ValueError for another type, OverflowError for a finite factor beyond float32.
+    Raises ValueError for another type and for a finite factor beyond float32, TypeError for what is no number.
     """
-    return engine.execute(SCALE, (x,), factor=float(factor))[0]
+    return engine.execute(SCALE, (x,), factor=factor)[0]

@@ -137,6 +137,4 @@ def sgd_(
     Raises ValueError for shapes or types that differ, a momentum outside 0 <= momentum < 1 or without a buffer, or a
     negative weight_decay.
     """
-    engine.execute(
-        SGD, (p, g, momentum_buffer, state), momentum=momentum, weight_decay=weight_decay, nesterov=bool(nesterov)
-    )
+    engine.execute(SGD, (p, g, momentum_buffer, state), momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)

@@ -135,5 +135,5 @@ def sgd_many_(
         with_momentum=momentum_buffers is not None,
         weight_decays=tuple(weight_decays),
         momentum=momentum,
-        nesterov=bool(nesterov),
+        nesterov=nesterov,
     )

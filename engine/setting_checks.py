@@ -1,0 +1,84 @@
+"""The types of ops' settings, by the annotations of their shape rules."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .input_checks import described
+
+if TYPE_CHECKING:
+    from .op import Op
+
+_FLOAT32_OVERFLOW = (2 - 2.0**-24) * 2.0**127  # the least number that rounds to infinity
+
+
+def is_whole(value: Any) -> bool:
+    """Whether this is a whole number of Python or NumPy; True and False are none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether this is a real number; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "bool": (lambda value: isinstance(value, (bool, np.bool_)), "True or False"),
+    "int": (is_whole, "a whole number"),
+    "float": (is_number, "a number"),
+    "str": (lambda value: isinstance(value, str), "a string"),
+}
+
+
+@lru_cache(maxsize=1024)
+def _types_of(op: Op) -> Mapping[str, str]:
+    """Setting -> its annotation."""
+    parameters = inspect.signature(op.outputs).parameters.values()
+    found = {p.name: str(p.annotation) for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    return {**found, **op.setting_types}
+
+
+def whole_settings(op: Op) -> tuple[str, ...]:
+    """Names of the settings that are whole numbers."""
+    return tuple(name for name, annotation in _types_of(op).items() if annotation == "int")
+
+
+def check_settings(op: Op, settings: Mapping[str, Any]) -> None:
+    """Raises TypeError for a setting of another type than the shape rule says, ValueError for a finite number that is
+    none in float32; each names op, setting and value."""
+    for name, annotation in _types_of(op).items():
+        if name not in settings:
+            continue
+        check_setting(op.name, name, settings[name], annotation)
+
+
+def check_setting(op: str, name: str, value: Any, annotation: str) -> None:
+    """The same for one. annotation: "bool", "int", "float" or "str", with " | None" where it may be left out."""
+    kind, _, optional = annotation.partition(" | ")
+    if kind not in _KINDS or (value is None and optional == "None"):
+        return
+    fits, needed = _KINDS[kind]
+    if not fits(value):
+        raise TypeError(f"{op}: {name} is {described(value)}, needed is {needed}{' or None' if optional else ''}")
+    if kind == "float":
+        check_float32(op, name, value)
+
+
+def check_float32(op: str, name: str, value: Any) -> float:
+    """The number. Raises TypeError for what is none, ValueError for a finite one that float32 cannot hold."""
+    if not is_number(value):
+        raise TypeError(f"{op}: {name} is {described(value)}, needed is a number")
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number beyond float64
+        number = _FLOAT32_OVERFLOW
+    if math.isfinite(number) and abs(number) >= _FLOAT32_OVERFLOW:
+        raise ValueError(f"{op}: {name} is {value!r:.40}, which does not fit float32 (at most 3.4028235e38)")
+    return number

@@ -1,0 +1,130 @@
+"""Settings of ops: a value of the wrong type is refused by name, on every engine, and nothing is cut to size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vkfold.engine.compute_engine import ComputeEngine
+from vkfold.engine.cpu_engine import CpuEngine
+from vkfold.engine.expr import variables
+from vkfold.engine.op import OPS
+from vkfold.engine.plan_engine import PlanEngine
+from vkfold.engine.setting_checks import check_settings
+from vkfold.engine.vulkan_engine import VulkanEngine
+
+A, B = variables("a b")
+
+
+def attend(engine: ComputeEngine, **settings: Any) -> object:
+    q = engine.zeros((1, 4, 2, 8))
+    return engine.attention(q, q, q, **settings)
+
+
+def attend_qkv(engine: ComputeEngine, **settings: Any) -> object:
+    return engine.attention_qkv(engine.zeros((1, 4, 48)), **{"num_heads": 2, "num_kv_heads": 2, **settings})
+
+
+def square(engine: ComputeEngine, **settings: Any) -> object:
+    x = engine.zeros((8, 8))
+    return engine.matmul(x, x, **settings)
+
+
+def norm(engine: ComputeEngine, **settings: Any) -> object:
+    return engine.rms_norm(engine.zeros((3, 8)), engine.zeros((8,)), **settings)
+
+
+def drop(engine: ComputeEngine, **settings: Any) -> object:
+    return engine.dropout(engine.zeros((8,)), **{"p": 0.5, "site": 1, **settings})
+
+
+def rotate(engine: ComputeEngine, **settings: Any) -> object:
+    table = engine.zeros((8, 2))
+    return engine.rope_(engine.zeros((1, 4, 8)), table, table, **{"num_heads": 2, "head_dim": 4, **settings})
+
+
+def combine(engine: ComputeEngine, **inputs: Any) -> object:
+    return engine.map(A * B, a=engine.zeros((8,)), **inputs)
+
+
+WRONG: list[tuple[Callable[..., object], dict[str, Any], type[Exception], str]] = [
+    (attend, {"window": 1.5}, TypeError, r"attention: window is 1\.5 of type float, needed is a whole number"),
+    (attend, {"window": 2.0}, TypeError, "attention: window is 2.0"),
+    (attend, {"window": True}, TypeError, "attention: window is True"),
+    (attend, {"causal": "no"}, TypeError, "attention: causal is 'no' of type str, needed is True or False"),
+    (attend, {"scale": "1"}, TypeError, "attention: scale is '1'.*a number"),
+    (attend_qkv, {"window": 1.5}, TypeError, "attention_qkv: window is 1.5"),
+    (attend_qkv, {"num_heads": "2"}, TypeError, "attention_qkv: num_heads is '2'.*whole number"),
+    (attend_qkv, {"num_kv_heads": 2.0}, TypeError, "attention_qkv: num_kv_heads is 2.0"),
+    (drop, {"site": 1.7}, TypeError, "dropout: site is 1.7"),
+    (drop, {"site": 1.0}, TypeError, "dropout: site is 1.0"),
+    (drop, {"p": "0.5"}, TypeError, "dropout: p is '0.5'"),
+    (norm, {"eps": "a"}, TypeError, "rms_norm: eps is 'a' of type str, needed is a number"),
+    (norm, {"eps": 1e39}, ValueError, r"rms_norm: eps is 1e\+39, which does not fit float32"),
+    (norm, {"eps": 10**400}, ValueError, "rms_norm: eps is 1000.*does not fit float32"),
+    (square, {"trans_b": "no"}, TypeError, "matmul: trans_b is 'no' of type str, needed is True or False"),
+    (square, {"trans_a": 2}, TypeError, "matmul: trans_a is 2"),
+    (square, {"activation": ["relu"]}, TypeError, r"matmul: activation is \['relu'\] of type list, .*string or None"),
+    (square, {"precision": 16}, TypeError, "matmul: precision is 16"),
+    (rotate, {"head_dim": 4.0}, TypeError, "rope_: head_dim is 4.0"),
+    (rotate, {"inverse": "yes"}, TypeError, "rope_: inverse is 'yes'"),
+    (combine, {"b": 1e39}, ValueError, r"map: b is 1e\+39, which does not fit float32"),
+    (combine, {"b": "1"}, ValueError, "map: b is '1'.*a tensor or a number"),
+    (lambda e: e.map("x+1"), {}, TypeError, r"map: 'x\+1' of type str is no expression: build one"),
+    (lambda e, **s: e.scale(e.zeros((3,)), **s), {"factor": "2"}, TypeError, "scale: factor is '2'"),
+    (lambda e, **s: e.scale(e.zeros((3,)), **s), {"factor": -1e39}, ValueError, r"scale: factor is -1e\+39"),
+    (lambda e, **s: e.fill_(e.zeros((3,)), **s), {"value": "2"}, TypeError, "fill_: the value is '2'"),
+    (lambda e, **s: e.fill_(e.zeros((3,), "int32"), **s), {"value": np.inf}, ValueError, "fill_: inf is no int32"),
+    (
+        lambda e, **s: e.gradient_norm([e.zeros((3,))], **s),
+        {"max_norm": "1"},
+        TypeError,
+        "gradient_norm: max_norm is '1'",
+    ),
+]
+
+
+@pytest.fixture(params=["vulkan", "cpu", "plan"])
+def engine(request: pytest.FixtureRequest) -> ComputeEngine:
+    if request.param == "vulkan":
+        return request.getfixturevalue("vulkan")  # type: ignore[no-any-return]
+    return CpuEngine() if request.param == "cpu" else PlanEngine()
+
+
+@pytest.mark.parametrize(("call", "settings", "kind", "message"), WRONG, ids=[str(w[3])[:40] for w in WRONG])
+def test_a_wrong_setting_is_named(
+    engine: ComputeEngine, call: Callable[..., object], settings: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        call(engine, **settings)
+
+
+def test_a_float_is_refused_where_the_whole_number_was_seen_before(engine: ComputeEngine) -> None:
+    """2.0 == 2 finds the kept shape rule of 2."""
+    attend(engine, window=2)
+    with pytest.raises(TypeError, match=r"window is 2\.0"):
+        attend(engine, window=2.0)
+    drop(engine, site=1)
+    with pytest.raises(TypeError, match=r"site is 1\.0"):
+        drop(engine, site=1.0)
+
+
+def test_numbers_of_numpy_are_numbers(vulkan: VulkanEngine) -> None:
+    x = np.random.default_rng(0).standard_normal((1, 9, 2, 8)).astype(np.float32)
+    t = vulkan.tensor(x)
+    want = vulkan.attention(t, t, t, window=3, scale=0.25, causal=True)[0].numpy()
+    got = vulkan.attention(t, t, t, window=np.int32(3), scale=np.float32(0.25), causal=np.bool_(True))[0].numpy()
+    assert np.array_equal(got, want)
+    kept = vulkan.dropout(t, p=0.1, site=3).numpy()
+    assert np.array_equal(vulkan.dropout(t, p=np.float64(0.1), site=np.int64(3)).numpy(), kept)
+
+
+def test_every_ops_settings_have_a_type() -> None:
+    """An op whose rule takes settings says what they are, or check_settings could not look at them."""
+    for name in ("attention", "attention_backward", "attention_qkv", "attention_qkv_backward"):
+        for setting in ("causal", "window", "scale"):
+            with pytest.raises(TypeError, match=f"{name}: {setting} is <object"):
+                check_settings(OPS[name], {setting: object()})
