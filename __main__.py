@@ -20,6 +20,7 @@ from .engine.kernel import SHADER_DIR
 from .engine.physical_device import PhysicalDevice
 from .engine.vulkan_api import Instance
 from .tools import kernels, tune
+from .tools.console import run_program
 
 _USED = ("bufferDeviceAddress", "subgroupSizeControl", "computeFullSubgroups", "subgroupBroadcastDynamicId")
 
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     """Print the report. 0 when there is a usable device, 2 when not."""
     if arguments:
         if arguments[0] == "kernels":
-            return kernels.main(arguments[1:])
+            return run_program("vkfold kernels", kernels.main, arguments[1:])
         if arguments[0] == "tune":
             return tune.main(arguments[1:])
         print(f"vkfold takes nothing, `kernels` or `tune`, not {arguments[0]!r}", file=sys.stderr)

@@ -52,7 +52,7 @@ def load_recipes(path: Path) -> list[Recipe]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
         recipes = [Recipe(*row) for row in rows]
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return []
     kinds: tuple[Any, ...] = (str, str, int, int, (int, type(None)))
     return [r for r in recipes if all(isinstance(value, kind) for value, kind in zip(r, kinds, strict=True))]

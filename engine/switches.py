@@ -57,10 +57,22 @@ def _fusion(value: str) -> str:
 
 
 def _folder(value: str) -> Path:
-    path = Path(value).expanduser()
-    if path.exists() and not path.is_dir():
+    try:
+        path = Path(value).expanduser()
+        is_file = path.exists() and not path.is_dir()
+    except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be looked into; ~nobody
+        raise ValueError(f"expected a folder: {getattr(error, 'strerror', None) or error}") from None
+    if is_file:
         raise ValueError("expected a folder, this is a file")
     return path
+
+
+def _variants(value: str) -> str:
+    for part in filter(None, (part.strip() for part in value.split(","))):
+        op, equals, variant = (word.strip() for word in part.partition("="))
+        if not (op and equals and variant):
+            raise ValueError(f"{part!r} is not op=variant, for example matmul=shuffle_16x8u2")
+    return value
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,7 @@ SWITCHES: dict[str, Switch] = {
         ),
         Switch("VKFOLD_REPLAY", "0 or 1", True, _on_off, "0: record every training step; the bits are the same"),
         Switch("VKFOLD_TUNE", "0 or 1", True, _on_off, "0: leave what `vkfold tune` measured aside"),
-        Switch("VKFOLD_VARIANT", "text", None, _text, "force kernel variants: op=variant, several with commas"),
+        Switch("VKFOLD_VARIANT", "text", None, _variants, "force kernel variants: op=variant, several with commas"),
         Switch(
             "VKFOLD_CHECK_RECOMPUTE",
             "0 or 1",
@@ -135,19 +147,31 @@ def get(name: str, environment: Mapping[str, str] | None = None) -> Any:
         if message not in _warned:
             _warned.add(message)
             logger.warning(message)
-    text = env.get(name, "").strip()
+    return _value(switch, env.get(name, ""))
+
+
+def _value(switch: Switch, text: str) -> Any:
+    text = text.strip()
     if not text:
         return switch.default
     try:
         return switch.parse(text)
     except ValueError as error:
-        raise BadInputError(f"{name}={text}: {error} ({switch.help})") from None
+        raise BadInputError(f"{switch.name}={text}: {error} ({switch.help})") from None
+
+
+def check(environment: Mapping[str, str] | None = None) -> None:
+    """Read every switch. Raises BadInputError for the first whose value does not parse: before any work, not in it."""
+    for name in SWITCHES:
+        get(name, environment)
 
 
 def is_on(name: str) -> bool:
-    """The value of a "0 or 1" switch, for use in every step: cheaper than `get`, and silent about other variables."""
-    switch, text = SWITCHES[name], os.environ.get(name, "").strip()
-    return bool(switch.parse(text)) if text else bool(switch.default)
+    """The value of a "0 or 1" switch, for use in every step: cheaper than `get`, and silent about other variables.
+
+    Raises BadInputError for a value that is neither.
+    """
+    return bool(_value(SWITCHES[name], os.environ.get(name, "")))
 
 
 def snapshot() -> tuple[str | None, ...]:

@@ -52,7 +52,7 @@ class TuningTable:
             }
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             switches.logger.warning("tuning file %s is not used: %s", path, error)
             return
         self.checked, self.barred, self.times = checked, barred, times

@@ -134,8 +134,16 @@ class MatmulChooser:
             self._switch, self._switched = text, forced_by_switch("matmul", text)
         return self._switched
 
+    def check_forced(self) -> None:
+        """Raises BadInputError when VKFOLD_VARIANT names a variant that this device does not have."""
+        if name := self.forced():
+            self.named(name)
+
     def choose(self, product: Product, layout: str = "NN", precision: str = "float32") -> Choice:
-        """The variant for a product. Raises ValueError for a forced one there is not, VkfoldError for a barred one."""
+        """The variant for a product.
+
+        Raises BadInputError for a forced one that there is not, VkfoldError for a barred one.
+        """
         name = self.forced() if precision == "float32" else ""
         if precision != "float32":
             usable = [c for c in rounded_choices(self.device, precision) if c.variant.name not in self.table.barred]
@@ -162,9 +170,9 @@ class MatmulChooser:
         switches.logger.warning("matmul variant %s is barred on this device: %s", variant, reason)
 
     def named(self, name: str) -> Choice:
-        """The choice with this name. Raises ValueError, listing what there is, for one that does not exist."""
+        """The choice with this name. Raises BadInputError, listing what there is, for one that does not exist."""
         family = dict.fromkeys((*variants(self.device), *all_variants(self.device.subgroup_size)))
         choices = {c.name: c for v in family for c in (Choice(v), Choice(v, True))}
         if name not in choices:
-            raise ValueError(f"no matmul variant {name!r}: this device has {', '.join(v.name for v in family)}")
+            raise BadInputError(f"no matmul variant {name!r}: this device has {', '.join(v.name for v in family)}")
         return choices[name]

@@ -28,6 +28,7 @@ from .replay_stats import ReplayStats
 from .step_parameters import StepParameters
 from .tensor import Storage, Tensor
 from .transfer_queue import TransferQueue
+from .variant_choice import MatmulChooser
 from .vulkan_api import Buffer, Device, Instance
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class VulkanEngine(PooledEngine):
         self._checks: MemoryChecks | None = None
         self.fusion: Fusion | None = None  # None: every op is launched when it is called
         self.profiler: OpProfiler | None = None
+        switches.check()
         self.debug = switches.get("VKFOLD_DEBUG")
         wanted = device if device is not None else switches.get("VKFOLD_DEVICE")
         self.instance = Instance(validation=self.debug >= 1)
@@ -104,6 +106,14 @@ class VulkanEngine(PooledEngine):
             self.instance.destroy()
             raise
         self.recorder = Recorder(self.device)
+        if switches.raw("VKFOLD_VARIANT"):
+            try:
+                MatmulChooser.of(self.recorder).check_forced()
+            except BaseException:
+                self.recorder.close()
+                self.device.destroy()
+                self.instance.destroy()
+                raise
         budget = self.device.memory_budget() if budget_bytes is None else budget_bytes
         self.source = VulkanBlockSource(self.device, self.recorder, budget)
         if block_bytes is None:  # the strictest debug level copies all blocks around every op

@@ -109,7 +109,7 @@ def test_log_file_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tex
 def test_sizes_that_cannot_fit(capsys: pytest.CaptureFixture[str], text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = message_of(capsys, text, *SMALL, "--d-model", "65536", "--num-heads", "512", "--num-layers", "8")
     assert "of device memory, the budget is" in shown
-    assert "make --d-model, --num-layers or --seq-len smaller" in shown
+    assert "make --d-model, --num-layers or --d-ff smaller" in shown
     monkeypatch.setattr(text_train, "budget_bytes", lambda engine: 1_500_000)
     shown = message_of(capsys, text, *SMALL, "--num-layers", "4", "--batch-size", "128")
     assert "--batch-size" in shown

@@ -57,5 +57,7 @@ def test_few_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resume = re.search(r"text_train (--resume .*) --max-steps 24$", shown.out, re.MULTILINE)
     assert resume
     assert text_train.main([*resume[1].split(), "--max-steps", "13"]) == 0
-    assert demo.main([*argv, "2"]) == 1  # an earlier demo is in no one's way
-    assert sorted(p.name for p in (folder / "saves").glob("step-*")) == ["step-00000002"]
+    assert demo.main([*argv, "2"]) == 1  # an earlier demo is in no one's way, and stays
+    assert sorted(p.name for p in (folder / "saves").glob("step-*")) == ["step-00000012", "step-00000013"]
+    assert sorted(p.name for p in (folder / "saves-2").glob("step-*")) == ["step-00000002"]
+    assert "saved in " + str(folder / "saves-2" / "step-00000002") in capsys.readouterr().out

@@ -12,6 +12,7 @@ import pytest
 
 from vkfold.engine.compute_engine import ComputeEngine
 from vkfold.engine.cpu_engine import CpuEngine
+from vkfold.engine.errors import BadInputError
 from vkfold.engine.matmul_variants import (
     Capabilities,
     Choice,
@@ -180,10 +181,10 @@ def test_forcing(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     with forced_variant(name):
         assert chooser.choose(product).name == name
     monkeypatch.setenv("VKFOLD_VARIANT", "matmul=square")
-    with pytest.raises(ValueError, match=rf"no matmul variant 'square'.*{name}"):
+    with pytest.raises(BadInputError, match=rf"no matmul variant 'square'.*{name}"):
         (vulkan.tensor(np.ones((2, 2))) @ vulkan.tensor(np.ones((2, 2)))).numpy()
     monkeypatch.setenv("VKFOLD_VARIANT", "matmul")
-    with pytest.raises(ValueError, match="has no '='"):
+    with pytest.raises(BadInputError, match="has no '='"):
         chooser.forced()
     monkeypatch.delenv("VKFOLD_VARIANT")
     assert chooser.forced() == ""

@@ -8,8 +8,10 @@ import numpy as np
 
 from ..engine.errors import BadInputError
 from ..engine.plan_engine import PlanEngine
-from .model_setup import make_model, make_optimizer, make_training_step
+from .model_setup import gpt_config, make_model, make_optimizer, make_training_step
 from .run_config import RunConfig
+
+MANY_BLOCKS = 500  # planning takes milliseconds a block
 
 
 def planned_peak_bytes(config: RunConfig, vocab_size: int) -> int:
@@ -38,6 +40,12 @@ def planned_save_bytes(config: RunConfig, vocab_size: int) -> int:
 
 def check_budget(config: RunConfig, vocab_size: int, budget: int) -> int:
     """The planned peak in bytes. Raises BadInputError when it is over the budget, saying what would fit."""
+    least = _least_bytes(config, vocab_size)
+    if least > budget:  # told at once: planning takes as long as there are blocks
+        raise BadInputError(
+            f"the weights and moments alone take {_size(least)} of device memory, the budget is {_size(budget)}: "
+            f"make --d-model, --num-layers or --d-ff smaller"
+        )
     peak = _peak_or_none(config, vocab_size)
     if peak is not None and peak <= budget:
         return peak
@@ -47,7 +55,15 @@ def check_budget(config: RunConfig, vocab_size: int, budget: int) -> int:
     )
 
 
+def _least_bytes(config: RunConfig, vocab_size: int) -> int:
+    """Bytes of weights and moments by the model's formula, without planning; Adafactor's moments are left out."""
+    num_moments = {"adamw": 2, "sgd": 1 if config.beta1 else 0}.get(config.optimizer, 0)
+    return 4 * gpt_config(config, vocab_size).num_parameters * (1 + num_moments)
+
+
 def _advice(config: RunConfig, vocab_size: int, budget: int) -> str:
+    if config.num_layers >= MANY_BLOCKS:  # looking for a batch plans some dozen times
+        return "make --batch-size, --num-layers or --seq-len smaller, or add --checkpoint-every 1"
     for every in sorted({config.checkpoint_every, 1}):
         fitting = _largest_batch(dataclasses.replace(config, checkpoint_every=every), vocab_size, budget)
         if fitting:

@@ -15,12 +15,14 @@ def run_program(name: str, main: Callable[[Sequence[str]], int], argv: Sequence[
     """Run `main` on the arguments (the command line's when None) and return the exit code.
 
     Errors of this package print as one message and give their own exit code: 2 for bad input, else 1. With
-    VKFOLD_LOG=debug the traceback comes first. Ctrl-C gives 130.
+    VKFOLD_LOG=debug the traceback comes first. Ctrl-C gives 130. A switch with a bad value is such an error, before
+    anything is done.
     """
     for stream in (sys.stdout, sys.stderr):  # a file name, or a model's text, may have what the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
+        switches.check()
         return main(sys.argv[1:] if argv is None else argv)
     except VkfoldError as error:
         _show(name, error)

@@ -6,9 +6,9 @@ same training part is the yardstick.
 
 from __future__ import annotations
 
+import itertools
 import os
 import pydoc_data.topics
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from .bigram import bigram_loss
 from .console import run_program
 from .options import NOT_NEGATIVE, POSITIVE, option, parse_options
 from .run_config import RunConfig
-from .saves import step_folders
+from .saves import lock_save_folder, step_folders
 from .text_data import split_held_out
 from .text_train import train
 
@@ -34,7 +34,11 @@ GOAL = 2.0  # nats a byte
 class DemoConfig:
     """Options of the demo."""
 
-    folder: str = option(str, "demo-run", "where text, saves and log go; saves of an earlier demo in it are replaced")
+    folder: str = option(
+        str,
+        "demo-run",
+        "where text, saves and log go; earlier saves in it stay, the new ones then go into saves-2, saves-3, ...",
+    )
     steps: int = option(int, 800, "training steps; fewer than 800 may not reach the goal", rule=POSITIVE)
     engine: str = option(str, "vulkan", "what computes", choices=("vulkan", "cpu"))
     device: str | None = option(str, None, "Vulkan device: index, name or UUID; the best one if not given")
@@ -51,8 +55,8 @@ def _program(argv: Sequence[str]) -> int:
     """Run the demo; returns 0 when the model reached the goal, 1 when it did not."""
     options, _ = parse_options(DemoConfig, argv, "demo", "Train a small transformer on Python's own documentation.")
     folder = Path(options.folder)
-    saves = folder / "saves"
-    text_file = _prepare(folder, saves)
+    text_file = _write_text(folder)
+    saves = _free_saves(folder)
     config = RunConfig(
         inputs=[str(text_file)],
         held_out=HELD_OUT,
@@ -82,7 +86,7 @@ def _program(argv: Sequence[str]) -> int:
     outcome = train(config, {"inputs", "save"})
     bigram = bigram_loss(tokens[:num_train], tokens[num_train:])
     print(f"bigram model, same text: {bigram:.3f} nats/byte")
-    print(f"files: {folder.resolve()} (text.txt, saves/, saves/log.jsonl)")
+    print(f"files: {folder.resolve()} (text.txt, {saves.name}/, {saves.name}/log.jsonl)")
     programs = os.path.relpath(Path(sys.executable).parent) if os.name != "nt" else Path(sys.executable).parent
     print(f"resume: {programs}/text_train --resume {saves} --max-steps {2 * options.steps}")
     print(f"more text: {programs}/text_generate {saves} --prompt 'The '")
@@ -94,18 +98,31 @@ def _program(argv: Sequence[str]) -> int:
     return 1
 
 
-def _prepare(folder: Path, saves: Path) -> Path:
-    """Write the text, and take away what an earlier demo saved. Raises BadInputError when that cannot be done."""
-    text_file = folder / "text.txt"
+def _write_text(folder: Path) -> Path:
+    """Write the text, unless it is there already. Raises BadInputError when that cannot be done."""
+    text_file, text = folder / "text.txt", demo_text().encode("utf-8")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        text_file.write_text(demo_text(), encoding="utf-8")
-        if saves.is_dir():
-            for old in step_folders(saves):
-                shutil.rmtree(old)
-    except OSError as error:
-        raise BadInputError(f"cannot write into {folder}: {error.strerror or error}") from error
+        if not text_file.is_file() or text_file.read_bytes() != text:
+            text_file.write_bytes(text)
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
+        raise BadInputError(f"cannot write into {folder}: {getattr(error, 'strerror', None) or error}") from error
     return text_file
+
+
+def _free_saves(folder: Path) -> Path:
+    """The first of saves, saves-2, saves-3, ... that has no save of an earlier run and is not a living run's."""
+    for number in itertools.count(1):
+        saves = folder / ("saves" if number == 1 else f"saves-{number}")
+        if not saves.exists():
+            break
+        try:
+            if saves.is_dir() and not step_folders(saves):
+                with lock_save_folder(saves):
+                    break
+        except BadInputError:  # locked by the run that saves there, or not ours to look into
+            continue
+    return saves
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..engine.errors import BadInputError
 from .attribution import attribute, print_attribution
 from .console import run_program
 from .inference_plan import ITEM_BYTES, plan_inference
@@ -30,6 +31,7 @@ that only counts, so that no device is needed. Takes the options of text_train (
 can be planned before it is run."""
 
 ESTIMATE = "estimate"
+MOST_BLOCKS = 100_000  # some minutes, and each op is remembered
 ZERO_STAGE: Rule = ("0, 1, 2 or 3", lambda value: 0 <= value <= 3)
 
 
@@ -68,6 +70,12 @@ def estimate_config(argv: Sequence[str]) -> tuple[EstimateConfig, int]:
                 setattr(config, name, value)
         has_vocab = True
     check_config(config)
+    blocks = config.num_layers * config.accum_steps
+    if blocks > MOST_BLOCKS and not config.inference:
+        raise BadInputError(
+            f"--num-layers {config.num_layers} x --accum-steps {config.accum_steps} are {blocks:,} blocks to plan, "
+            f"more than {MOST_BLOCKS:,}: plan --accum-steps 2, the peak of more is the same"
+        )
     if has_vocab or config.tokenizer == "bpe":
         return config, config.vocab_size
     return config, 256 if config.tokenizer == "bytes" else load_tokenizer(Path(config.tokenizer)).vocab_size

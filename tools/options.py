@@ -14,10 +14,12 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ..engine.errors import BadInputError
+from .small_files import MAX_SETTINGS_BYTES, read_whole
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -74,13 +76,25 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 def parse_bytes(text: str) -> int:
     """Bytes from "4GB" (decimal), "512MiB" (binary), "1.5 GB" or a plain number.
 
-    Raises BadInputError for anything else, or less than one byte.
+    Raises BadInputError for anything else, less than one byte, or 2^63 bytes and more.
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,40}(?:\.[0-9]{0,40})?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or float(match[1]) * unit < 1:
-        raise BadInputError(f"{text!r} is no number of bytes: write 4GB, 512MiB or 1500000000")
-    return int(float(match[1]) * unit)
+    nbytes = 0 if match is None or unit is None else int(Fraction(match[1]) * unit)
+    if not 1 <= nbytes < 2**63:
+        raise BadInputError(f"{shown(text)} is no number of bytes: write 4GB, 512MiB or 1500000000, below 2^63")
+    return nbytes
+
+
+def shown(value: Any) -> str:
+    """A value as an error message shows it: not the thousands of characters that it may have."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python itself refuses to print the longest
+        return f"a number of {value.bit_length():,} bits"
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a list of such numbers, or lists in lists
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -143,41 +157,62 @@ def _add_argument(parser: argparse.ArgumentParser, groups: dict[str, Any], field
 def read_config_file(path: Path, fields: Iterable[dataclasses.Field[Any]]) -> dict[str, Any]:
     """Values of a TOML or (name ending in .json) JSON file, by field name; "-" and "_" in names are the same.
 
-    Raises BadInputError for a file that cannot be read, an unknown name (with the nearest one), or a wrong type.
+    Raises BadInputError for a file that cannot be read, an unknown name (with the nearest one), a name given twice, or
+    a wrong type.
     """
     known = {field.name: field for field in fields if field.name != "config"}
     try:
-        raw = path.read_bytes().decode("utf-8")
-        values = json.loads(raw) if path.suffix == ".json" else tomllib.loads(raw)
+        raw = read_whole(path, MAX_SETTINGS_BYTES).decode("utf-8")
+        is_json = path.suffix == ".json"
+        values = json.loads(raw, object_pairs_hook=_without_duplicates) if is_json else tomllib.loads(raw)
     except OSError as error:
         raise BadInputError(f"cannot read the config file {path}: {error.strerror or error}") from error
+    except RecursionError as error:
+        raise BadInputError(f"the config file {path} is not valid: lists in it are nested too deeply") from error
     except ValueError as error:  # both parsers' errors, and UnicodeDecodeError
         raise BadInputError(f"the config file {path} is not valid: {error}") from error
     if not isinstance(values, dict):
         raise BadInputError(f"the config file {path} must hold names and values, not a {type(values).__name__}")
-    result = {}
+    result: dict[str, Any] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in known:
-            raise BadInputError(f"{path}: unknown name {key!r}: {_nearest(name, known, str)}")
-        result[name] = _typed(path, known[name], value)
+            raise BadInputError(f"{path}: unknown name {shown(key)}: {_nearest(name, known, str)}")
+        if name in result:
+            raise BadInputError(f"{path}: {name} is given twice, with - and with _: which one counts?")
+        try:
+            result[name] = typed_value(known[name], value)
+        except BadInputError as error:
+            raise BadInputError(f"{path}: {error}") from None
     return result
 
 
-def _typed(path: Path, field: dataclasses.Field[Any], value: Any) -> Any:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in values if names.count(name) > 1)
+        raise ValueError(f"{shown(twice)} is given twice")
+    return values
+
+
+def typed_value(field: dataclasses.Field[Any], value: Any) -> Any:
+    """A value from a file as the option's type; whole numbers pass for numbers. Raises BadInputError for another."""
     kind = field.metadata["kind"]
     if field.metadata["repeated"]:
         value = [value] if isinstance(value, str) else value
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return value
-        raise BadInputError(f"{path}: {field.name} must be a text or a list of texts, not {value!r}")
+        raise BadInputError(f"{field.name} must be a text or a list of texts, not {shown(value)}")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > LARGEST_FLOAT32:
+            raise BadInputError(f"{field.name} {shown(value)} is beyond what float32 holds, {LARGEST_FLOAT32:.1e}")
         value = float(value)
     if value is None and field.default is None:
         return None
     if type(value) is not kind:
         names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-        raise BadInputError(f"{path}: {field.name} must be {names[kind]}, not {value!r}")
+        raise BadInputError(f"{field.name} must be {names[kind]}, not {shown(value)}")
     return value
 
 
@@ -189,13 +224,13 @@ def check_values(config: Any) -> None:
             continue
         name = flag(field.name)
         if data["choices"] and value not in data["choices"]:
-            raise BadInputError(f"{name} {value}: choose from {', '.join(data['choices'])}")
+            raise BadInputError(f"{name} {value[:80]}: choose from {', '.join(data['choices'])}")
         if data["kind"] is float and not math.isfinite(value):
             raise BadInputError(f"{name} {value} is not a finite number")
         if data["kind"] is float and abs(value) > LARGEST_FLOAT32:
             raise BadInputError(f"{name} {value} is beyond what float32 holds, {LARGEST_FLOAT32:.1e}")
         if data["kind"] is int and abs(value) >= 2**63:
-            raise BadInputError(f"{name} {value} must be less than 2^63")
+            raise BadInputError(f"{name} {shown(value)} must be less than 2^63")
         if data["rule"] and not data["rule"][1](value):
             raise BadInputError(f"{name} {value} must be {data['rule'][0]}")
 

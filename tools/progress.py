@@ -90,7 +90,7 @@ def _is_log(path: Path) -> bool:
         return True
     try:
         return "step" in json.loads(first)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return False
 
 
@@ -141,7 +141,7 @@ def _lines_until(path: Path, step: int) -> list[str]:
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue  # cut off when the run was killed
     return kept
 

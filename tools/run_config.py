@@ -153,9 +153,9 @@ def check_config(config: RunConfig) -> None:
     d_model, heads = config.d_model, config.num_heads
     kv_heads = config.num_kv_heads or heads
     if d_model % heads:
-        fitting = [n for n in range(1, d_model + 1) if d_model % n == 0]
-        near = min(fitting, key=lambda n: abs(n - heads))
-        raise BadInputError(f"--num-heads {heads} does not divide --d-model {d_model}: the nearest that does is {near}")
+        near = nearest_divisor(d_model, heads)
+        hint = "give a divisor" if near is None else f"the nearest that does is {near}"
+        raise BadInputError(f"--num-heads {heads} does not divide --d-model {d_model}: {hint}")
     if heads % kv_heads:
         raise BadInputError(
             f"--num-kv-heads {kv_heads} does not divide --num-heads {heads}: several query heads share one"
@@ -204,6 +204,14 @@ def check_config(config: RunConfig) -> None:
         raise BadInputError(
             f"--vocab-size {config.vocab_size}: a byte-level BPE has at least 256 tokens, one for each byte"
         )
+
+
+def nearest_divisor(number: int, wish: int, search: int = 10_000) -> int | None:
+    """The divisor of number that is nearest to wish, the lower of two; None when none is within `search` of it."""
+    if wish >= number:
+        return number
+    candidates = (n for distance in range(search + 1) for n in (wish - distance, wish + distance))
+    return next((n for n in candidates if n > 0 and number % n == 0), None)
 
 
 def recompute_groups(config: RunConfig) -> list[str]:

@@ -24,6 +24,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ..engine.errors import BadInputError
+from .options import shown
+from .small_files import MAX_SETTINGS_BYTES, read_whole
 from .tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
 MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, LATEST_FILE = (
@@ -216,21 +218,24 @@ def open_save(path: Path) -> Save:
     if not _STEP_NAME.fullmatch(path.name) and not os.path.exists(path / STATE_FILE):
         folder = _latest(path)
     try:
-        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        found, step = state["format"], int(state["step"])
+        state = json.loads(read_whole(folder / STATE_FILE, MAX_SETTINGS_BYTES).decode("utf-8"))
+        found, step = state["format"], state["step"]
     except OSError as error:
         raise BadInputError(f"the save {folder} is incomplete: {STATE_FILE}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadInputError(f"the save {folder} is damaged: {STATE_FILE}: {error}") from error
-    if found != FORMAT:
-        raise BadInputError(f"the save {folder} has format {found}; this version reads format {FORMAT}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        raise BadInputError(f"the save {folder} is damaged: {STATE_FILE}: {reason}") from error
+    if type(found) is not int or found != FORMAT:
+        raise BadInputError(f"the save {folder} has format {shown(found)}; this version reads format {FORMAT}")
+    if type(step) is not int or not 0 <= step < 2**63:
+        raise BadInputError(f"the save {folder} is damaged: {STATE_FILE}: step is {shown(step)}")
     return Save(folder, step, state)
 
 
 def _latest(root: Path) -> Path:
     folders = step_folders(root)
     try:
-        named = root / (root / LATEST_FILE).read_text(encoding="utf-8").strip()
+        named = root / read_whole(root / LATEST_FILE, MAX_SETTINGS_BYTES).decode("utf-8").strip()
         if named in folders:
             return named
     except (OSError, ValueError):

@@ -15,9 +15,12 @@ import numpy as np
 
 from ..engine.errors import BadInputError
 from ..nn.losses import IGNORE_INDEX
+from .options import shown
+from .small_files import MAX_SETTINGS_BYTES, read_whole
 from .tokenizers import Tokenizer
 
 TOKENS_FILE = "tokens.bin"
+TOKEN_DTYPES = ("<u2", "<u4")
 CHUNK_BYTES = 4 * 2**20
 STDIN = "-"
 
@@ -135,22 +138,38 @@ def write_token_file(folder: Path, chunks: Iterable[bytes], tokenizer: Tokenizer
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-    return open_token_file(folder)
+    return open_token_file(folder, verify=False)
 
 
-def open_token_file(folder: Path) -> TokenFile:
-    """The tokens that `write_token_file` left. Raises BadInputError when they are missing or incomplete."""
+def open_token_file(folder: Path, *, verify: bool = True) -> TokenFile:
+    """The tokens that `write_token_file` left. verify: read them all, and compare with the SHA-256 beside them.
+
+    Raises BadInputError when they are missing, incomplete or others than were written.
+    """
     path = folder / TOKENS_FILE
     try:
-        description = json.loads(path.with_suffix(".json").read_text())
-        dtype = np.dtype(description["dtype"])
-        num_tokens = int(description["tokens"])
+        description = json.loads(read_whole(path.with_suffix(".json"), MAX_SETTINGS_BYTES))
+        if description["dtype"] not in TOKEN_DTYPES:
+            raise ValueError(f"dtype is {shown(description['dtype'])}")
+        for name in ("tokens", "bytes"):
+            if type(description[name]) is not int or not 0 <= description[name] < 2**63:
+                raise ValueError(f"{name} is {shown(description[name])}")
+        dtype, num_tokens = np.dtype(description["dtype"]), description["tokens"]
         if path.stat().st_size != num_tokens * dtype.itemsize:
             raise ValueError(f"{path.stat().st_size} bytes instead of {num_tokens * dtype.itemsize}")
         tokens = np.memmap(path, dtype, "r") if num_tokens else np.zeros(0, dtype)
-        return TokenFile(path, tokens, str(description["sha256"]), int(description["bytes"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if verify and _sha256(tokens) != description["sha256"]:
+            raise ValueError("their SHA-256 is not the one they were written with")
+        return TokenFile(path, tokens, str(description["sha256"]), description["bytes"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadInputError(f"{path} holds no complete tokens ({error}): name the input text again") from error
+
+
+def _sha256(tokens: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, len(tokens), CHUNK_BYTES):
+        digest.update(tokens[start : start + CHUNK_BYTES].tobytes())
+    return digest.hexdigest()
 
 
 # -- windows ---------------------------------------------------------------------------------------------------------

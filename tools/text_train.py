@@ -12,7 +12,7 @@ from ..engine.errors import BadInputError
 from ..engine.plan_engine import PlanEngine
 from ..engine.switches import cache_folder
 from ..nn.sampling import Sampler
-from .budget import check_budget, planned_save_bytes
+from .budget import MANY_BLOCKS, check_budget, planned_save_bytes
 from .console import run_program
 from .generation import generate_bytes
 from .memory_budget import within_memory_budget
@@ -69,6 +69,8 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
             raise BadInputError(
                 f"{save.folder} is already at step {save.step}, beyond the {num_steps} asked for: raise --max-steps"
             )
+        if config.num_layers >= MANY_BLOCKS:
+            print(f"text_train: planning the memory of {config.num_layers:,} blocks", file=sys.stderr, flush=True)
         chosen, within = within_memory_budget(config, vocab_size)
         if weights is not None:  # names and shapes, on an engine that needs no device
             make_optimizer(make_model(PlanEngine(), chosen, vocab_size, weights), chosen, moments)
@@ -133,8 +135,10 @@ def _data(config: RunConfig, given: set[str], save: Save | None, root: Path | No
     if save is None:
         return new_data(config, scratch)
     data = resumed_data(config, save, scratch, inputs_given="inputs" in given)
-    if root is not None and root.resolve() != save.folder.parent.resolve():
-        copy_tokens(scratch if "inputs" in given else save.folder.parent, root)
+    if root is not None and "inputs" in given:  # the tokens there may be missing or damaged
+        copy_tokens(scratch, root)
+    elif root is not None and root.resolve() != save.folder.parent.resolve():
+        copy_tokens(save.folder.parent, root)
     return data
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.errors import BadInputError
+from .small_files import MAX_TOKENIZER_BYTES, read_whole
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -204,10 +205,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
     Raises BadInputError for a missing file or one that is no lossless tokenizer.
     """
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = read_whole(path, MAX_TOKENIZER_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadInputError(f"{path} is no tokenizer.json: {error}") from error
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
+    except (OSError, ValueError) as error:  # ValueError: a device, a file too large, a NUL byte in the name
         reason = getattr(error, "strerror", None) or error
         raise BadInputError(f"cannot read the tokenizer {str(path)!r}: {reason}") from error
     if re.fullmatch(r'\s*\{\s*"type":\s*"bytes"\s*\}\s*', text):

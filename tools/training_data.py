@@ -69,9 +69,16 @@ def resumed_data(config: RunConfig, save: Save, folder: Path, *, inputs_given: b
         token_file = write_token_file(folder, read_chunks(find_files(config.inputs, config.glob)), tokenizer)
     else:
         token_file = open_token_file(save.folder.parent)
-    if token_file.fingerprint != RunState.of(save).fingerprint:
+    state = RunState.of(save)
+    if token_file.fingerprint != state.fingerprint:
         raise BadInputError(f"the save {save.folder} was made with another text: resume it with its own input")
-    return _split(config, tokenizer, token_file)
+    data = _split(config, tokenizer, token_file)
+    if state.num_windows != len(data.train):
+        raise BadInputError(
+            f"the save {save.folder} is damaged: state.json: num_windows is {state.num_windows}, and the text has "
+            f"{len(data.train)}"
+        )
+    return data
 
 
 def check_windows(config: RunConfig, given: Collection[str], data: TrainingData, *, fresh: bool) -> list[str]:
