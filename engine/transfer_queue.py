@@ -141,6 +141,8 @@ class TransferQueue:
     def close(self) -> None:
         """Wait for the copies and destroy what belongs to this queue."""
         self.wait()
+        # Who raises a timeline may still hold it when its value is seen: lavapipe's queue thread then crashes.
+        self.device.wait_idle()
         for commands in self._spare:
             commands.destroy()
         self._spare.clear()

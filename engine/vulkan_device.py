@@ -378,12 +378,16 @@ class Device:
         if result:
             check(result, "vkQueueSubmit")
 
+    def wait_idle(self) -> None:
+        """Wait for all queues. Raises nothing: an error (device lost) must not keep the caller from letting go."""
+        binding().lib.vkDeviceWaitIdle(self.handle)
+
     def destroy(self) -> None:
         """Save the pipeline cache and destroy the device, whose buffers and pipelines are gone. Safe to call twice."""
         if self.handle is None:
             return
         lib, _, _, null = binding()
-        lib.vkDeviceWaitIdle(self.handle)  # an error here (device lost) must not keep us from letting go
+        self.wait_idle()
         self.save_pipeline_cache()
         lib.vkDestroyPipelineCache(self.handle, self._cache, null)
         lib.vkDestroyPipelineLayout(self.handle, self.pipeline_layout, null)

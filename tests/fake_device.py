@@ -201,6 +201,9 @@ class FakeDevice:
     def submit(self, commands: FakeCommands, fence: FakeFence) -> None:
         self._enqueue(COMPUTE, commands, None, None, fence)
 
+    def wait_idle(self) -> None:
+        """Waits for nothing here, so that a wait left out before it shows."""
+
     def submit_compute(self, commands: FakeCommands, fence: FakeFence, wait: Any, signal: Any) -> None:
         self._enqueue(COMPUTE, commands, wait, signal, fence)
 
