@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -102,6 +102,13 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
     def execute(self, op: Op, inputs: tuple[Tensor | None, ...], **settings: Any) -> tuple[Tensor, ...]:
         """Carry out one op; returns its outputs. Ops' own functions call this."""
 
+    def dispatch(self, kernel: Any, num_groups: int, *args: Any) -> None:
+        """Run a kernel of your own; only VulkanEngine can. Raises NotImplementedError."""
+        raise NotImplementedError(
+            f"dispatch: {self.label} runs no hand-written kernels, which need a Vulkan device: use VulkanEngine(), "
+            "or write the arithmetic as engine.map or engine.fold"
+        )
+
     # -- tensors -----------------------------------------------------------------------------------------------------
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
@@ -112,7 +119,8 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
         """The tensor's values as a fresh array. Submits what is recorded and waits for it."""
 
     def tensor(self, values: Any, dtype: str | None = None) -> Tensor:
-        """A tensor with these values: float64 arrays become float32, every integer int32, a tensor is copied.
+        """A tensor with these values: float64 arrays become float32, integers int32 (uint32 arrays uint32), a tensor is
+        copied.
 
         Floats are rounded to nearest, integers above 2^24 that are stored as float32 too. bfloat16 takes floats, or its
         bits as uint16. Raises ValueError for booleans, complex numbers, strings and objects, for integers outside the
@@ -131,11 +139,29 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
         Raises ValueError when the shapes differ, and for values that do not fit the tensor's type as `tensor` does.
         """
         self.check_open()
+        self._write(tensor, self._stored_for(tensor, array))
+
+    def upload_all(self, tensors: Mapping[str, Tensor], arrays: Mapping[str, Any]) -> None:
+        """`upload` of each tensor's array of the same name: all of them, or nothing is changed.
+
+        Raises what `upload` does, with the name, before the first is written.
+        """
+        self.check_open()
+        data = {}
+        for name, tensor in tensors.items():
+            try:
+                data[name] = self._stored_for(tensor, arrays[name])
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{name}: {error}") from error
+        for name, tensor in tensors.items():
+            self._write(tensor, data[name])
+
+    def _stored_for(self, tensor: Tensor, array: Any) -> np.ndarray:
         self.check_tensor("upload", tensor)
         array, _ = array_of(array, tensor.dtype)
         if array.shape != tensor.shape:
             raise ValueError(f"cannot upload an array of shape {array.shape} into a tensor of shape {tensor.shape}")
-        self._write(tensor, stored(array, tensor.dtype, self._host_dtype(tensor.dtype)))
+        return stored(array, tensor.dtype, self._host_dtype(tensor.dtype))
 
     def check_tensor(self, what: str, tensor: Any) -> None:
         """Raises TypeError for what is no tensor, ValueError for one of another engine."""

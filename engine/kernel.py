@@ -121,7 +121,7 @@ class Kernel:
     local_size: invocations a workgroup, or subgroups: whole subgroups a workgroup (size from the device); in GLSL the
     size is `gl_WorkGroupSize.x`. defines: preprocessor names and values. extensions: GLSL extensions beyond the usual.
 
-    Raises ValueError for malformed arguments or more than 128 bytes of them.
+    Raises ValueError for malformed arguments, more than 128 bytes of them, or a file that is not there.
     """
 
     def __init__(
@@ -137,6 +137,11 @@ class Kernel:
     ) -> None:
         if bool(local_size) == bool(subgroups) or local_size < 0 or subgroups < 0:
             raise ValueError(f"kernel {name!r}: give either local_size or subgroups, a number above 0")
+        if source.endswith(".comp") and not (SHADER_DIR / source).is_file():
+            raise ValueError(
+                f"kernel {name!r}: there is no {source!r} in {SHADER_DIR}: give the GLSL text itself "
+                "(Path(file).read_text()), or the name of a file there"
+            )
         self.name = name
         self.extensions = tuple(extensions)
         self.local_size = local_size

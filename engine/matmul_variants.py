@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -255,6 +256,12 @@ def estimate(device: Capabilities, product: Product, choice: Choice) -> float:
     return -(-product.batch * down * across * variant.split // device.parallel) * tile
 
 
-def least_estimate(device: Capabilities, product: Product) -> Choice:
-    """The candidate with the least estimated time; of equals the first, which is the larger tile."""
-    return min(candidates(device, product), key=lambda choice: estimate(device, product, choice))
+def least_estimate(device: Capabilities, product: Product, choices: Sequence[Choice] | None = None) -> Choice:
+    """Of these choices, or of all candidates, the one with the least estimated time.
+
+    Of equals it is the first, which is the larger tile.
+    """
+    return min(
+        candidates(device, product) if choices is None else choices,
+        key=lambda choice: estimate(device, product, choice),
+    )

@@ -8,7 +8,7 @@ stale address is never submitted. Who captures (nn/step_replay.py) decides when 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -89,7 +89,6 @@ class Capture:
         self.dropped = ""
         self._replayer = replayer
         self._recorder = replayer.recorder
-        self._stats = replayer.stats
         self._uses = uses
         self._stream = stream
         self._encodings = [_Encoding(self._recorder, stream)]
@@ -170,32 +169,35 @@ class Capture:
         if self.dropped:
             return
         self.dropped = reason
-        self._stats.dropped[reason] += 1
-        self._destroy()
-
-    def _destroy(self) -> None:
-        for encoding in self._encodings:
-            encoding.destroy()
-        self._encodings.clear()
-        self._recorder.retire(self._fence)
         self._blocks.clear()
+        self._replayer.retire((reason, self._encodings, self._fence))
 
     def __del__(self) -> None:
+        # The garbage collector may be at work in any thread; only the engine's own may touch the recorder.
         if not getattr(self, "dropped", "never made"):
-            self.drop("its training step is gone")
+            self.dropped = "its training step is gone"
+            self._replayer.give_back((self.dropped, self._encodings, self._fence), self._replayer.retire)
 
 
 class StepReplayer:
     """Takes down the steps of one VulkanEngine and keeps account of what was captured.
 
+    give_back(what, free): calls free(what), now in the engine's own thread, at its next call in another.
     obstacle: set it to a reason (a profiler that wants every op, say) and nothing is captured or replayed.
     """
 
-    def __init__(self, recorder: Recorder, pools: Sequence[BlockPool]) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        pools: Sequence[BlockPool],
+        give_back: Callable[[Any, Callable[[Any], None]], None],
+    ) -> None:
         self.recorder = recorder
         self.pools = tuple(pools)
+        self.give_back = give_back
         self.stats = ReplayStats()
         self.obstacle = ""
+        self._closed = False
         self._captures: weakref.WeakSet[Capture] = weakref.WeakSet()
         self._uses: list[PoolUse] = []
 
@@ -252,6 +254,17 @@ class StepReplayer:
         self.stats.captured += 1
         return made
 
+    def retire(self, owned: tuple[str, list[_Encoding], Any]) -> None:
+        """Give back what a capture owned: why it goes, its encodings and its fence."""
+        if self._closed:  # with everything that was recorded
+            return
+        reason, encodings, fence = owned
+        self.stats.dropped[reason] += 1
+        for encoding in encodings:
+            encoding.destroy()
+        encodings.clear()
+        self.recorder.retire(fence)
+
     def in_step(self, stats: dict[str, PoolStats]) -> dict[str, PoolStats]:
         """Statistics taken while a step is recorded, with the peaks that are put aside meanwhile."""
         before = {use.pool.name: use.peak_before for use in self._uses}
@@ -264,3 +277,4 @@ class StepReplayer:
         """Drop every capture."""
         for capture in list(self._captures):
             capture.drop("the engine was closed")
+        self._closed = True

@@ -42,6 +42,12 @@ class StepParameters:
     bias_correction2: float = 1.0
     square_weight: float = 1.0
 
+    def __post_init__(self) -> None:
+        for name in ("step", "micro_batch"):
+            value = getattr(self, name)
+            if not hasattr(value, "__index__") or not 0 <= value < 2**32:
+                raise ValueError(f"step parameter {name} is {value!r:.40}, it must be a whole number below 2^32")
+
     def pack(self) -> bytes:
         """The bytes of the device buffer."""
         return _FORMAT.pack(

@@ -23,6 +23,7 @@ from .matmul_variants import (
     all_variants,
     candidates,
     estimate,
+    least_estimate,
     rounded_choices,
     variants,
 )
@@ -89,7 +90,7 @@ def select(device: Capabilities, product: Product, key: str, table: TuningTable,
     if measured:
         best = min(measured, key=lambda choice: seconds[choice.name])
         return Selection(best, f"measured {1e3 * seconds[best.name]:.3g} ms, the least of {len(measured)}")
-    best = min(usable, key=lambda choice: estimate(device, product, choice))
+    best = least_estimate(device, product, usable)
     return Selection(best, f"least estimate of {len(usable)}, {estimate(device, product, best) / 1e6:.3g} ms")
 
 

@@ -134,7 +134,7 @@ class VulkanEngine(PooledEngine):
             self.fusion = Fusion(self._launch_call, rules(), late)
             self.recorder.before_recording = self.fusion.drain
         self.guard_bytes = GUARD_BYTES if self._checks else 0
-        self.replayer = StepReplayer(self.recorder, (*self.pools.values(), self.host_pool))
+        self.replayer = StepReplayer(self.recorder, (*self.pools.values(), self.host_pool), self._return)
 
     # -- ops ---------------------------------------------------------------------------------------------------------
     def _address(self, range_: PoolRange) -> int:

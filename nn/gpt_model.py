@@ -229,6 +229,8 @@ class GPTModel(Layer):
         Raises BadInputError for another rank or type, an empty array, a sequence longer than max_seq_len, or a token
         outside the vocabulary.
         """
+        if not isinstance(tokens, Tensor):
+            tokens = np.asarray(tokens)
         self._check_shape(tokens.shape)
         if isinstance(tokens, Tensor):
             if tokens.dtype != "int32":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -47,6 +47,16 @@ class Layer(Watched):
         self.kept: dict[str, Tensor] = {}
         self.recompute_check: RecomputeCheck | None = None
         self.path = ""  # dotted name in the model, while a check is on
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            cls = type(self).__name__
+            if "kept" not in vars(self):  # Layer's own attributes are not there
+                raise AttributeError(
+                    f"{cls} has no attribute {name!r}: {cls}.__init__ must call super().__init__(engine) first"
+                )
+            raise AttributeError(f"{cls!r} object has no attribute {name!r}")
 
     # -- computing ---------------------------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **settings: Any) -> Any:
@@ -219,12 +229,13 @@ class Layer(Watched):
         return {name: parameter.data.numpy() for name, parameter in self.named_parameters().items()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Overwrite every parameter. Raises ValueError that lists missing and unexpected names and wrong shapes;
-        nothing is changed then."""
+        """Overwrite every parameter, or change nothing.
+
+        Raises ValueError that lists missing and unexpected names and wrong shapes, or names what float32 cannot hold.
+        """
         parameters = self.named_parameters()
         check_names(type(self).__name__, {name: p.shape for name, p in parameters.items()}, state)
-        for name, parameter in parameters.items():
-            self.engine.upload(parameter.data, np.asarray(state[name]))
+        self.engine.upload_all({name: p.data for name, p in parameters.items()}, state)
 
 
 def check_names(what: str, expected: Mapping[str, tuple[int, ...]], state: Mapping[str, np.ndarray]) -> None:

@@ -9,7 +9,9 @@ from typing import NamedTuple, TypedDict
 import numpy as np
 
 from ..engine.ops.adafactor import factored_shapes
+from ..engine.setting_checks import is_number
 from ..engine.tensor import Tensor
+from .hyperparameters import check_fraction, check_not_negative, check_positive, finite
 from .layer import Layer, check_names
 from .parameter import Parameter
 
@@ -49,10 +51,8 @@ class Optimizer:
     slots: tuple[str, ...] = ()
 
     def __init__(self, model: Layer, *, learning_rate: float, weight_decay: float, decay_all: bool) -> None:
-        if not learning_rate >= 0:
-            raise ValueError(f"learning_rate is {learning_rate}, it must not be negative")
-        if not weight_decay >= 0:
-            raise ValueError(f"weight_decay is {weight_decay}, it must not be negative")
+        check_not_negative("learning_rate", learning_rate)
+        check_not_negative("weight_decay", weight_decay)
         self.engine = model.engine
         self.parameters = model.named_parameters()
         if not self.parameters:
@@ -119,6 +119,7 @@ class Optimizer:
         """Put learning rate and `step_values` into the engine's step parameters, if they are not there already."""
         now = self.engine.step_parameters
         rate = self.learning_rate if learning_rate is None else learning_rate
+        check_not_negative("learning_rate", rate)
         wanted = replace(now, learning_rate=rate, **self.step_values())
         if wanted != now:
             self.engine.set_step_parameters(wanted)
@@ -135,13 +136,17 @@ class Optimizer:
         return state
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Overwrite every moment. Raises ValueError that lists missing, unexpected and misshapen ones; nothing is
-        changed then."""
+        """Overwrite every moment and `num_updates`, or change nothing.
+
+        Raises ValueError that lists missing, unexpected and misshapen ones, or names what float32 cannot hold.
+        """
         tensors = self.named_moments()
         check_names(type(self).__name__, {**{n: t.shape for n, t in tensors.items()}, "num_updates": (1,)}, state)
-        for name, tensor in tensors.items():
-            self.engine.upload(tensor, np.asarray(state[name]))
-        self.num_updates = int(np.asarray(state["num_updates"])[0])
+        num_updates = np.asarray(state["num_updates"])
+        if num_updates.dtype.kind not in "iu" or num_updates[0] < 0:
+            raise ValueError(f"num_updates is {num_updates!r:.60}, needed is a whole number that is not negative")
+        self.engine.upload_all(tensors, state)
+        self.num_updates = int(num_updates[0])
 
 
 class AdamW(Optimizer):
@@ -163,10 +168,9 @@ class AdamW(Optimizer):
         weight_decay: float = 0.01,
         decay_all: bool = False,
     ) -> None:
-        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-            raise ValueError(f"betas are {beta1} and {beta2}, each must be at least 0 and below 1")
-        if not eps > 0:
-            raise ValueError(f"eps is {eps}, it must be positive")
+        check_fraction("beta1", beta1)
+        check_fraction("beta2", beta2)
+        check_positive("eps", eps)
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
         super().__init__(model, learning_rate=learning_rate, weight_decay=weight_decay, decay_all=decay_all)
 
@@ -224,8 +228,7 @@ class SGD(Optimizer):
         weight_decay: float = 0.0,
         decay_all: bool = False,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum is {momentum}, it must be at least 0 and below 1")
+        check_fraction("momentum", momentum)
         self.momentum, self.nesterov = momentum, nesterov
         super().__init__(model, learning_rate=learning_rate, weight_decay=weight_decay, decay_all=decay_all)
 
@@ -280,10 +283,11 @@ class Adafactor(Optimizer):
         weight_decay: float = 0.0,
         decay_all: bool = False,
     ) -> None:
-        if not -1 <= decay_power < 0:
+        if not -1 <= finite("decay_power", decay_power) < 0:
             raise ValueError(f"decay_power is {decay_power}, it must be at least -1 and below 0")
-        if not (eps > 0 and clip_threshold > 0):
-            raise ValueError(f"eps {eps} and clip_threshold {clip_threshold} must be positive")
+        check_positive("eps", eps)
+        if not is_number(clip_threshold) or not clip_threshold > 0:  # infinite: nothing is clipped
+            raise ValueError(f"clip_threshold is {clip_threshold!r:.40}, it must be a positive number")
         self.decay_power, self.eps, self.clip_threshold = decay_power, eps, clip_threshold
         self.relative_step = relative_step
         super().__init__(model, learning_rate=learning_rate, weight_decay=weight_decay, decay_all=decay_all)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,13 +55,8 @@ class Schedule:
         return self.floor + (self.peak - self.floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, for a save."""
+        """Plain values, for a save; `Schedule(**values)` is the schedule again."""
         return asdict(self)
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Schedule:
-        """The schedule a run was saved with."""
-        return cls(**state)
 
 
 def constant(learning_rate: float, warmup_steps: int = 0) -> Schedule:

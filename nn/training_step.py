@@ -12,9 +12,12 @@ import numpy as np
 
 from ..engine.compute_engine import ComputeEngine
 from ..engine.errors import BadInputError
+from ..engine.input_checks import described
+from ..engine.setting_checks import is_number, is_whole
 from ..engine.step_parameters import StepParameters
 from ..engine.tensor import Tensor
 from .fused_update import FusedReport, FusedUpdate
+from .hyperparameters import check_not_negative, check_whole
 from .losses import IGNORE_INDEX
 from .optimizers import Optimizer
 from .parameter import Parameter
@@ -83,7 +86,8 @@ class TrainingStep:
     On a Vulkan device a step that is the same as the two before it, but for its data, seed and learning rate, is
     submitted again instead of being recorded (docs/replay.md): same bits, no Python for any op.
 
-    Raises BadInputError for a negative max_norm, or fused_update together with max_norm or keep_gradients.
+    Raises BadInputError for a negative max_norm, a seed that is no whole number, or fused_update together with max_norm
+    or keep_gradients.
     """
 
     def __init__(
@@ -98,8 +102,10 @@ class TrainingStep:
         keep_gradients: bool = False,
         fused_update: bool = False,
     ) -> None:
-        if not max_norm >= 0:
-            raise BadInputError(f"max_norm is {max_norm}, it must not be negative")
+        if not is_number(max_norm) or not max_norm >= 0:
+            raise BadInputError(f"max_norm is {max_norm!r:.40}: it must be a number that is not negative")
+        if not is_whole(seed):
+            raise BadInputError(f"seed is {seed!r:.40}: it must be a whole number")
         if fused_update and max_norm:
             raise BadInputError(
                 f"a fused update cannot clip to the global norm {max_norm:g}: the norm is known only when all "
@@ -135,8 +141,7 @@ class TrainingStep:
 
     def _num_valid(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Number of valid tokens. Raises BadInputError for what the model would not take."""
-        if not micro_batches:
-            raise BadInputError("a training step needs at least one micro-batch")
+        check_micro_batches(micro_batches)
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] is micro_batches:
             return prepared[1]
@@ -159,15 +164,16 @@ class TrainingStep:
         the next step's data (see `prepare`). It must leave the engine alone.
 
         When no label is valid at all, warns, runs nothing, and leaves weights, moments and their count unchanged.
-        Raises BadInputError for an empty list, several micro-batches with a fused update, or a rate that is not finite.
+        Raises BadInputError for an empty list, what is no pair of arrays, several micro-batches with a fused update, a
+        rate that is negative or not finite, and a step that is no whole number of 32 bits.
         """
         if self.fused_update and len(micro_batches) > 1:
             raise BadInputError(
                 f"a fused update cannot accumulate {len(micro_batches)} micro-batches: gradients are complete only in "
                 f"the last one, so all of them would be alive between two; use one micro-batch"
             )
-        if not math.isfinite(learning_rate):
-            raise BadInputError(f"learning_rate is {learning_rate}: it must be finite")
+        check_not_negative("learning_rate", learning_rate)
+        check_whole("step", step, 2**32)
         self.model.engine.check_open()
         replay = self._replay
         if replay is not None and (replay.model is not self.model or replay.optimizer is not self.optimizer):
@@ -330,6 +336,22 @@ class TrainingStep:
                 culprit = "loss"
             culprit = culprit or "global gradient norm"
         return StepResult(loss / num_valid, norm, num_valid, finite, culprit, replayed)
+
+
+def check_micro_batches(micro_batches: Any) -> None:
+    """Raises BadInputError unless this is a list, not empty, of pairs of arrays."""
+    what = "a training step takes a list of (tokens, targets), two NumPy arrays of integers"
+    if not isinstance(micro_batches, Sequence) or isinstance(micro_batches, str):
+        raise BadInputError(f"{what}; given is {described(micro_batches)}")
+    if not micro_batches:
+        raise BadInputError("a training step needs at least one micro-batch")
+    for i, pair in enumerate(micro_batches):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise BadInputError(f"{what}; micro-batch {i} is {described(pair)}")
+        for array in pair:
+            if not isinstance(array, np.ndarray):
+                remedy = "tensor.numpy()" if isinstance(array, Tensor) else "numpy.asarray(...)"
+                raise BadInputError(f"{what}; micro-batch {i} holds {described(array)}: convert it with {remedy}")
 
 
 def evaluate_loss(model: LossModel, batches: Iterable[MicroBatch]) -> float:

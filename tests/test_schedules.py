@@ -20,7 +20,7 @@ def test_cosine_with_warm_up() -> None:
 
 def test_a_resumed_run_follows_the_stored_horizon() -> None:
     schedule = cosine(1.0, 12, warmup_steps=4, floor=0.1)
-    resumed = Schedule.from_state_dict(schedule.state_dict())
+    resumed = Schedule(**schedule.state_dict())
     assert resumed == schedule
     assert [resumed(step) for step in range(20)] == [schedule(step) for step in range(20)]
 

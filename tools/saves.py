@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from ..engine.errors import BadInputError
+from ..nn.state_files import require_regular, write_arrays
 from .options import shown
 from .small_files import MAX_SETTINGS_BYTES, read_whole
 from .tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -150,8 +151,8 @@ def write_save(
         for left_over in root.glob(".step-*.tmp"):  # of a run that was killed
             shutil.rmtree(left_over)
         work.mkdir()
-        save_file(model(), work / MODEL_FILE)
-        save_file(optimizer(), work / OPTIMIZER_FILE)
+        write_arrays(work / MODEL_FILE, model())
+        write_arrays(work / OPTIMIZER_FILE, optimizer())
         tokenizer.save(work)
         (work / STATE_FILE).write_text(
             json.dumps({"format": FORMAT, "step": step, **state}, indent=1), encoding="utf-8"
@@ -182,6 +183,7 @@ def _remove(old: Path, newest: Path) -> None:
 
 
 def _write_latest(root: Path, name: str) -> None:
+    require_regular(root / LATEST_FILE)
     temporary = root / f".{LATEST_FILE}.tmp"
     temporary.write_text(name + "\n", encoding="utf-8")
     _flush(temporary)

@@ -17,20 +17,6 @@ from .memory_plan import TrainingPlan
 _SPREAD_FROM_STAGE = {OPTIMIZER: 1, GRADIENTS: 2, PARAMETERS: 3}
 
 
-def zero_state_bytes(
-    num_parameters: int,
-    cards: int,
-    stage: int,
-    *,
-    parameter_bytes: int = 4,
-    gradient_bytes: int = 4,
-    optimizer_bytes: int = 8,
-) -> float:
-    """Bytes of parameters, gradients and optimizer states a card; bytes are of one parameter (AdamW in float32: 16)."""
-    sizes = {PARAMETERS: parameter_bytes, GRADIENTS: gradient_bytes, OPTIMIZER: optimizer_bytes}
-    return sum(num_parameters * size / _zero_divisor(kind, cards, stage) for kind, size in sizes.items())
-
-
 def _zero_divisor(kind: str, cards: int, stage: int) -> int:
     return cards if stage >= _SPREAD_FROM_STAGE.get(kind, 4) else 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -127,10 +128,11 @@ class AdafactorOp(Op):
             rows, _ = rows_and_columns(self.name, "p", p, loops=1)
             if rows > MAX_LOOP_COLUMNS:
                 raise ValueError(f"{self.name}: p of shape {p.shape} has more than {MAX_LOOP_COLUMNS} rows")
-        if not (eps > 0 and threshold > 0 and weight_decay >= 0 and (relative is None or relative > 0)):
+        relative_ok = relative is None or 0 < relative < math.inf
+        if not (0 < eps < math.inf and threshold > 0 and 0 <= weight_decay < math.inf and relative_ok):
             raise ValueError(
                 f"{self.name}: eps {eps}, threshold {threshold} and relative {relative} must be positive, "
-                f"weight_decay {weight_decay} not negative"
+                f"weight_decay {weight_decay} not negative; all but the threshold finite"
             )
         return ()
 

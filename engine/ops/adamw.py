@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,8 @@ def check_adamw_settings(op: str, beta1: float, beta2: float, eps: float, weight
     """Raises ValueError for settings out of range."""
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise ValueError(f"{op}: betas are {beta1} and {beta2}, each must be at least 0 and below 1")
-    if not (eps >= 0 and weight_decay >= 0):
-        raise ValueError(f"{op}: eps {eps} and weight_decay {weight_decay} must not be negative")
+    if not (0 <= eps < math.inf and 0 <= weight_decay < math.inf):
+        raise ValueError(f"{op}: eps {eps} and weight_decay {weight_decay} must not be negative, and finite")
 
 
 def clipped(g: Any, state: Any) -> Any | None:

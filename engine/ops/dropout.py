@@ -14,8 +14,6 @@ import numpy as np
 from ..expr import random_below, variables, where, whole
 from ..map_kernel import MapKernel
 from ..op import register
-from ..philox import random_words
-from ..step_parameters import StepParameters
 from ..tensor import Tensor, TensorSpec
 from .elementwise import MapOp, check_same
 
@@ -25,11 +23,6 @@ if TYPE_CHECKING:
 _X, _RESIDUAL, _FACTOR = variables("x residual factor")
 _DROPPED = where(random_below(whole("threshold"), whole("site")), 0.0, _X * _FACTOR)
 _SCALARS = "float factor, uint site, uint threshold"
-
-
-def dropout_keep(size: int, p: float, site: int, step: StepParameters) -> np.ndarray:
-    """Which of the first `size` elements are kept, as booleans."""
-    return random_words(size, site, step) >= _threshold(p)
 
 
 def _threshold(p: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,8 @@ def check_sgd_settings(op: str, has_buffer: bool, momentum: float, weight_decay:
         raise ValueError(f"{op}: momentum is {momentum}, it must be at least 0 and below 1")
     if not has_buffer and (momentum or nesterov):
         raise ValueError(f"{op}: momentum {momentum}, nesterov {nesterov} need a momentum_buffer")
-    if not weight_decay >= 0:
-        raise ValueError(f"{op}: weight_decay is {weight_decay}, it must not be negative")
+    if not 0 <= weight_decay < math.inf:
+        raise ValueError(f"{op}: weight_decay is {weight_decay}, it must not be negative, and finite")
 
 
 class SgdOp(Op):
