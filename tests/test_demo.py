@@ -61,3 +61,26 @@ def test_few_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(p.name for p in (folder / "saves").glob("step-*")) == ["step-00000012", "step-00000013"]
     assert sorted(p.name for p in (folder / "saves-2").glob("step-*")) == ["step-00000002"]
     assert "saved in " + str(folder / "saves-2" / "step-00000002") in capsys.readouterr().out
+
+
+def test_the_transcript_in_the_readme(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every line of it, but for numbers and places, is one that the demo prints, and in that order."""
+
+    def plain(line: str) -> str:
+        line = re.sub(r"(?<=^files: )\S*(?=demo-run )", "", line)
+        line = re.sub(r"(?<=: )\S*(?=text_(train|generate) )", "", line)
+        return re.sub(r"\d[\d,.:]*(e-\d+)?", "N", line)
+
+    readme = (Path(demo.__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    transcript = readme.split("$ ./run demo\n")[1].split("\n```")[0].splitlines()
+    start = transcript.index("--- sample of 400 tokens ---")
+    sample = range(start + 1, transcript.index("---"))
+    expected = [plain(line) for i, line in enumerate(transcript) if line != "..." and i not in sample]
+    monkeypatch.chdir(tmp_path)
+    assert demo.main(["--steps", "50"]) == 1
+    printed = iter([plain(line) for line in capsys.readouterr().out.splitlines()])
+    once = list(dict.fromkeys(expected))  # fewer steps have fewer held-out losses
+    missing = [line for line in once if line not in printed]  # `in` goes on from the line it found
+    assert not missing
