@@ -209,6 +209,8 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
     def set_step_parameters(self, parameters: StepParameters) -> None:
         """Values that ops recorded from now on read: seed, step, micro-batch, learning rate, ..."""
         self.check_open()
+        if not isinstance(parameters, StepParameters):
+            raise TypeError(f"set_step_parameters: {described(parameters)}, where StepParameters(...) are needed")
         self.step_parameters = parameters
 
     # -- host memory -------------------------------------------------------------------------------------------------

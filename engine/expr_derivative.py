@@ -39,6 +39,8 @@ def pullback(outputs: Expr | Mapping[str, Expr], names: str) -> dict[str, Expr]:
     is that of a single expression without a name. Raises ValueError for a name that no output depends on, or when an
     input is called as a gradient would be.
     """
+    if not isinstance(outputs, (Expr, Mapping)):
+        raise TypeError(f"pullback: {outputs!r:.40} is no expression: give one, or a dict of name -> expression")
     by_name = {"dy": outputs} if isinstance(outputs, Expr) else {f"d_{name}": root for name, root in outputs.items()}
     used = named(by_name.values())
     taken = sorted(set(by_name) & set(used))

@@ -60,7 +60,15 @@ def check_settings(op: Op, settings: Mapping[str, Any]) -> None:
 
 
 def check_setting(op: str, name: str, value: Any, annotation: str) -> None:
-    """The same for one. annotation: "bool", "int", "float" or "str", with " | None" where it may be left out."""
+    """The same for one setting.
+
+    annotation: "bool", "int" (of 32 bits), "float" or "str", with " | None" where it may be left out; or a tuple of
+    floats.
+    """
+    if annotation == "tuple[float, ...]":
+        for i, number in enumerate(value):
+            check_float32(op, f"{name}[{i}]", number)
+        return
     kind, _, optional = annotation.partition(" | ")
     if kind not in _KINDS or (value is None and optional == "None"):
         return
@@ -69,6 +77,8 @@ def check_setting(op: str, name: str, value: Any, annotation: str) -> None:
         raise TypeError(f"{op}: {name} is {described(value)}, needed is {needed}{' or None' if optional else ''}")
     if kind == "float":
         check_float32(op, name, value)
+    elif kind == "int" and not -(2**31) <= value < 2**32:
+        raise ValueError(f"{op}: {name} is {value!r:.40}, which does not fit 32 bits")
 
 
 def check_float32(op: str, name: str, value: Any) -> float:

@@ -185,7 +185,7 @@ def test_misuse_of_the_verb_is_refused(cpu: CpuEngine) -> None:
     for change, message in [
         ({"w": cpu.tensor(normal(3))}, r"fold 'centered': w has shape \(3,\), needed is \(5,\)"),
         ({"n": cpu.tensor(normal(3))}, "n is float32, needed is int32"),
-        ({"w": 2.0}, "w is 2.0, needed is a tensor"),
+        ({"w": 2.0}, "w is 2.0 of type float, needed is a tensor"),
         ({"z": x}, "nothing is called z; it takes x, w, scale, n, by"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -10,7 +10,9 @@ import pytest
 
 from vkfold.engine.compute_engine import ComputeEngine
 from vkfold.engine.cpu_engine import CpuEngine
-from vkfold.engine.expr import variables
+from vkfold.engine.expr import variable, variables
+from vkfold.engine.expr_derivative import pullback
+from vkfold.engine.fold import FoldSpec
 from vkfold.engine.op import OPS
 from vkfold.engine.plan_engine import PlanEngine
 from vkfold.engine.setting_checks import check_settings
@@ -50,6 +52,21 @@ def combine(engine: ComputeEngine, **inputs: Any) -> object:
     return engine.map(A * B, a=engine.zeros((8,)), **inputs)
 
 
+def losses(engine: ComputeEngine, **settings: Any) -> object:
+    return engine.cross_entropy(engine.zeros((2, 8)), engine.zeros((2,), "int32"), **settings)
+
+
+SHIFT = FoldSpec("shift", {"row": "row"}, [], {"moved": variable("row") + variable("offset")}, scalars="float offset")
+
+
+def shift(engine: ComputeEngine, **settings: Any) -> object:
+    return engine.fold(SHIFT, row=engine.zeros((2, 8)), **settings)
+
+
+def descend(engine: ComputeEngine, **settings: Any) -> object:
+    return engine.sgd_many_([engine.zeros((3,))], [engine.zeros((3,))], **settings)
+
+
 WRONG: list[tuple[Callable[..., object], dict[str, Any], type[Exception], str]] = [
     (attend, {"window": 1.5}, TypeError, r"attention: window is 1\.5 of type float, needed is a whole number"),
     (attend, {"window": 2.0}, TypeError, "attention: window is 2.0"),
@@ -71,6 +88,16 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], type[Exception], str]] 
     (square, {"precision": 16}, TypeError, "matmul: precision is 16"),
     (rotate, {"head_dim": 4.0}, TypeError, "rope_: head_dim is 4.0"),
     (rotate, {"inverse": "yes"}, TypeError, "rope_: inverse is 'yes'"),
+    (attend, {"window": -1}, ValueError, "window -1 is negative"),
+    (losses, {"ignore_index": 1.5}, TypeError, "cross_entropy: ignore_index is 1.5"),
+    (losses, {"ignore_index": 2**40}, ValueError, "cross_entropy: ignore_index is 1099511627776.*32 bits"),
+    (shift, {"offset": "a"}, TypeError, "fold 'shift': offset is 'a' of type str, needed is a number"),
+    (shift, {"offset": 1e39}, ValueError, r"fold 'shift': offset is 1e\+39.*float32"),
+    (lambda e: e.fold("abc"), {}, TypeError, "fold: 'abc' of type str is no FoldSpec"),
+    (lambda e: pullback("a", "b"), {}, TypeError, "pullback: 'a' is no expression"),  # type: ignore[arg-type]
+    (lambda e: e.set_step_parameters(5), {}, TypeError, "set_step_parameters: 5 of type int"),
+    (descend, {"weight_decays": ["a"]}, TypeError, r"sgd_many_: weight_decays\[0\] is 'a'"),
+    (descend, {"weight_decays": [1e39]}, ValueError, r"sgd_many_: weight_decays\[0\] is 1e\+39"),
     (combine, {"b": 1e39}, ValueError, r"map: b is 1e\+39, which does not fit float32"),
     (combine, {"b": "1"}, ValueError, "map: b is '1'.*a tensor or a number"),
     (lambda e: e.map("x+1"), {}, TypeError, r"map: 'x\+1' of type str is no expression: build one"),
@@ -104,6 +131,7 @@ def test_a_wrong_setting_is_named(
 
 def test_a_float_is_refused_where_the_whole_number_was_seen_before(engine: ComputeEngine) -> None:
     """2.0 == 2 finds the kept shape rule of 2."""
+    attend(engine, window=2**70)  # all positions
     attend(engine, window=2)
     with pytest.raises(TypeError, match=r"window is 2\.0"):
         attend(engine, window=2.0)

@@ -55,7 +55,8 @@ class Mask(NamedTuple):
 def settings_of(head_dim: int, causal: bool, window: int, scale: float | None, score: Expr | None) -> dict[str, Any]:
     """Settings of the ops from what a caller gave; the scale is 1 / sqrt(head_dim) unless given."""
     factor = 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else scale
-    whole = int(window) if is_whole(window) else window  # anything else is refused by its type
+    # Anything but a whole number is refused by its type; beyond all positions one window is as good as another.
+    whole = min(int(window), 2**31 - 1) if is_whole(window) else window
     return {"causal": causal, "window": whole, "scale": factor, "score": score}
 
 

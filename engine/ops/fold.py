@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..expr_walk import topological
 from ..fold import FoldSpec
+from ..input_checks import described
 from ..op import Op, register
+from ..setting_checks import check_setting
 from ..tensor import Tensor, TensorSpec
 from .row_fold import RowFold
 from .row_kernels import check_spec, rows_and_columns
@@ -80,6 +82,10 @@ def fold(engine: ComputeEngine, spec: FoldSpec, /, **inputs: Tensor | float) -> 
     tensor. Keep the spec: another one, however equal, is compiled to the same text again. Raises ValueError for names,
     shapes or types that do not fit.
     """
+    if not isinstance(spec, FoldSpec):
+        raise TypeError(
+            f"fold: {described(spec)} is no FoldSpec: describe the fold with vkfold.engine.fold.FoldSpec(...)"
+        )
     wanted = [*spec.tensor_inputs, *spec.scalar_kinds]
     missing, unknown = sorted(set(wanted) - set(inputs)), sorted(set(inputs) - set(wanted))
     if missing or unknown:
@@ -88,8 +94,10 @@ def fold(engine: ComputeEngine, spec: FoldSpec, /, **inputs: Tensor | float) -> 
     tensors: list[Any] = [inputs[name] for name in spec.tensor_inputs]
     for name, tensor in zip(spec.tensor_inputs, tensors, strict=True):
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"fold {spec.name!r}: {name} is {tensor!r}, needed is a tensor")
+            raise ValueError(f"fold {spec.name!r}: {name} is {described(tensor)}, needed is a tensor")
     scalars: list[Any] = [inputs[name] for name in spec.scalar_kinds]
+    for (name, kind), value in zip(spec.scalar_kinds.items(), scalars, strict=True):
+        check_setting(f"fold {spec.name!r}", name, value, "float" if kind == "float" else "int")
     made = iter(engine.execute(FOLD, tuple(tensors), spec=spec, scalars=tuple(scalars)))
     return {
         name: tensors[spec.tensor_inputs.index(name)] if name in spec.inputs else next(made)
