@@ -80,9 +80,11 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[VulkanEn
         chooser = MatmulChooser.of(made.recorder)
         chooser.device = chooser.device._replace(matrix=True)
 
-        def kernel(variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = PLAIN) -> Kernel:
+        def kernel(
+            variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = PLAIN, norm: None = None
+        ) -> Kernel:
             if variant.spread != "matrix":
-                return matmul_kernel(variant, subgroup_size, resumes, pairs)
+                return matmul_kernel(variant, subgroup_size, resumes, pairs, norm)
             if resumes not in kernels:
                 kernels[resumes] = written_out(matmul_kernel(variant, 32, resumes))
             return kernels[resumes]
@@ -122,8 +124,10 @@ def test_wrong_matrices_give_way_to_the_emulation(
     """A device whose cooperative matrices compute something else: barred, and the product is right all the same."""
     good = matmul_launch.matmul_kernel
 
-    def bad(variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = PLAIN) -> Kernel:
-        kernel = good(variant, subgroup_size, resumes, pairs)
+    def bad(
+        variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = PLAIN, norm: None = None
+    ) -> Kernel:
+        kernel = good(variant, subgroup_size, resumes, pairs, norm)
         if variant.spread == "matrix":
             kernel._source = kernel._source.replace("element(i) % 16 * b", "(element(i) + 1) % 16 * b")
         return kernel
