@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from rich.console import Console
 from rich.table import Table
 
 from .engine import switches
@@ -20,7 +19,7 @@ from .engine.kernel import SHADER_DIR
 from .engine.physical_device import PhysicalDevice
 from .engine.vulkan_api import Instance
 from .tools import kernels, tune
-from .tools.console import run_program
+from .tools.console import TableConsole, run_program
 
 _USED = ("bufferDeviceAddress", "subgroupSizeControl", "computeFullSubgroups", "subgroupBroadcastDynamicId")
 
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] = ()) -> int:
             return tune.main(arguments[1:])
         print(f"vkfold takes nothing, `kernels` or `tune`, not {arguments[0]!r}", file=sys.stderr)
         return 2
-    console = Console(highlight=False)
+    console = TableConsole(highlight=False)
     code = 0
     try:
         console.print(switch_table())

@@ -25,6 +25,7 @@ MIB = 2**20
 TRACED = GPTConfig(8192, 512, 512, 8, 8)
 TRACED_SHAPE = (8, 512)
 EVALUATE_EVERY = 25
+SAMPLES = 2000  # of the series over a replayed trace
 
 # (event, bytes, block, offset); events of a pool's observer, and "step" at the end of each step
 Trace = list[tuple[str, int, int, int]]
@@ -101,7 +102,10 @@ def record_trace(num_steps: int) -> Trace:
 
 
 def replay(trace: Trace, num_steps: int) -> None:
-    """Make the recorded calls anew and time them; then once more, looking at the pool at each step's peak."""
+    """Make the recorded calls anew and time them; then once more, looking at the pool now and then and at each peak.
+
+    series: (call, fragmentation, reserved / live) through all calls.
+    """
     held: dict[tuple[int, int], PoolRange] = {}
     calls = [event for event in trace if event[0] in ("allocate", "free", "step")]
     name = f"{num_steps} recorded steps"
@@ -120,7 +124,12 @@ def replay(trace: Trace, num_steps: int) -> None:
     fragmentation: list[float] = []
     overhead: list[float] = []
     at_peak, same = (0, 0.0, 1.0), True
-    for event, nbytes, block, offset in calls:
+    series: list[tuple[int, float, float]] = []
+    every = max(1, len(calls) // SAMPLES)
+    for number, (event, nbytes, block, offset) in enumerate(calls):
+        if number % every == 0 and pool.live_bytes:
+            ratio = pool.reserved_bytes / pool.live_bytes
+            series.append((number, round(pool.stats().fragmentation, 4), round(ratio, 4)))
         if event == "allocate":
             held[block, offset] = range_ = pool.allocate(nbytes)
             same &= (range_.block.sequence, range_.offset) == (block, offset)
@@ -134,8 +143,9 @@ def replay(trace: Trace, num_steps: int) -> None:
             at_peak = 0, 0.0, 1.0
             pool.release_idle_blocks()
     RESULTS[name] |= {
-        "fragmentation_over_time": fragmentation,
-        "reserved_by_live_over_time": overhead,
+        "series": series,
+        "fragmentation_at_peaks": fragmentation,
+        "reserved_by_live_at_peaks": overhead,
         "same_places": same,
     }
 
@@ -149,7 +159,6 @@ def record(pool: BlockPool, operations: int, start: int) -> None:
     stats = pool.stats()
     RESULTS[pool.name] = {
         "ns_per_operation": round(elapsed / operations, 1),
-        "us_per_pair": round(2 * elapsed / operations / 1000, 2),
         "operations": operations,
         "num_ranges": stats.num_ranges,
         "blocks": stats.blocks,
@@ -168,11 +177,26 @@ PATTERNS: dict[str, Callable[[BlockPool, random.Random, int], None]] = {
 }
 
 
+def at_least(low: int) -> Callable[[str], int]:
+    """A type for argparse: whole numbers from `low` on."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{value} is less than {low}")
+        return value
+
+    return number
+
+
+at_least_one, at_least_two = at_least(1), at_least(2)  # a pair is an allocation and a free
+
+
 def main() -> None:
     """Run the patterns and print a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--operations", type=int, default=200_000, help="operations a pattern (default 200000)")
-    parser.add_argument("--trace-steps", type=int, default=100, help="steps to record and replay (default 100)")
+    parser.add_argument("--operations", type=at_least_two, default=200_000, help="a pattern (default 200000)")
+    parser.add_argument("--trace-steps", type=at_least_one, default=100, help="steps to replay (default 100)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
@@ -182,16 +206,21 @@ def main() -> None:
     if args.json:
         print(json.dumps(RESULTS))
         return
-    print(f"{'pattern':32} {'us a pair':>9} {'live':>7} {'blocks':>6} {'reserved MiB':>12} {'fragmentation':>13}")
+    print(f"{'pattern':32} {'ns an op':>9} {'live':>7} {'blocks':>6} {'reserved MiB':>12} {'fragmentation':>13}")
     for name, row in RESULTS.items():
         print(
-            f"{name:32} {row['us_per_pair']:9.2f} {row['num_ranges']:7d} {row['blocks']:6d} "
+            f"{name:32} {row['ns_per_operation']:9.0f} {row['num_ranges']:7d} {row['blocks']:6d} "
             f"{row['allocated_bytes'] / MIB:12.1f} {row['fragmentation']:13.4f}"
         )
     row = RESULTS[f"{args.trace_steps} recorded steps"]
-    for key in ("fragmentation_over_time", "reserved_by_live_over_time"):
+    last = row["series"][-max(1, len(row["series"]) // args.trace_steps) :]
+    shown = last[:: max(1, len(last) // 20)]
+    print("within the last replayed step, call: fragmentation, reserved / live (all of them with --json)")
+    for call, fragmentation, ratio in shown:
+        print(f"{call:10,d}: {fragmentation:.4f} {ratio:.3f}")
+    for key in ("fragmentation_at_peaks", "reserved_by_live_at_peaks"):
         told = row[key][:: max(1, args.trace_steps // 10)]
-        print(f"{key}, at the peak of every {max(1, args.trace_steps // 10)}th step: {' '.join(map(str, told))}")
+        print(f"{key}, of every {max(1, args.trace_steps // 10)}th step: {' '.join(map(str, told))}")
 
 
 if __name__ == "__main__":

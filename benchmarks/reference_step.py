@@ -1,4 +1,5 @@
-"""One training step for real, held against its plan to the byte: any options of memory_estimator.
+"""One training step for real, held against its plan to the byte: any options of memory_estimator that say
+what is trained.
 
     python benchmarks/reference_step.py                                  gpt-236m, batch 6: up to an hour on 2 cores
     python benchmarks/reference_step.py --num-layers 1 --batch-size 1    the same widths in a minute or two
@@ -23,12 +24,14 @@ from vkfold.engine.allocation_ledger import AllocationLedger
 from vkfold.engine.errors import BadInputError
 from vkfold.engine.vulkan_engine import VulkanEngine
 from vkfold.tools.console import run_program
-from vkfold.tools.memory_estimator import EstimateConfig, estimate_config
+from vkfold.tools.memory_budget import mode_json, within_memory_budget
+from vkfold.tools.memory_estimator import EstimateConfig, estimate_config, refuse_set
 from vkfold.tools.memory_plan import TrainingPlan, plan_training
 from vkfold.tools.memory_report import size
 from vkfold.tools.memory_watch import MemoryWatch
 from vkfold.tools.model_setup import budget_bytes, make_model, make_optimizer, make_training_step
 
+_OF_REPORTS = ("ops", "saved", "attribution", "plot", "cards", "zero_stage", "tensor_parallel")
 START = time.monotonic()
 
 
@@ -131,6 +134,10 @@ def _program(argv: Sequence[str]) -> int:
     config, vocab_size = estimate_config(argv)
     if config.inference:
         raise BadInputError("--inference: this runs a training step; leave it out")
+    refuse_set(config, _OF_REPORTS, "this runs one step on one card and compares; it has no effect")
+    config, within = within_memory_budget(config, vocab_size)
+    if within is not None:
+        say(f"--memory-budget asks for: {within.mode}")
     plan = plan_training(config, vocab_size)
     expected = planned(plan)
     need = plan.ledger.peak_reserved_bytes + plan.host_bytes
@@ -147,7 +154,10 @@ def _program(argv: Sequence[str]) -> int:
         device = engine.name
     wrong = [name for name, value in expected.items() if found[name] != value]
     if config.json:
-        print(json.dumps({"device": device, "planned": expected, "measured": found, "differ": wrong}, indent=1))
+        told = {"device": device, "planned": expected, "measured": found, "differ": wrong}
+        if within is not None:
+            told["memory_budget"] = mode_json(within.mode)
+        print(json.dumps(told, indent=1))
     else:
         report(device, expected, found)
     for name in wrong:

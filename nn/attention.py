@@ -102,12 +102,12 @@ class Attention(Layer):
         """backward; `source()` gives x again whenever it is needed."""
         if "qkv" in self.recompute:
             qkv = self.project(source())
-            self.made_again(qkv=qkv)
+            self.recomputed(qkv=qkv)
         else:
             qkv = self.take("qkv")
         if "attention" in self.recompute:
             o, lse = self._attend(qkv)
-            self.made_again(o=o, lse=lse)
+            self.recomputed(o=o, lse=lse)
         else:
             o, lse = self.take("o"), self.take("lse")
         d_o = self.out.input_gradient(dy)

@@ -91,7 +91,7 @@ class FeedForward(Layer):
         """backward; `source()` gives x again whenever it is needed."""
         if "mlp" in self.recompute:
             pre = self.up.apply(source())
-            self.made_again(pre=pre)
+            self.recomputed(pre=pre)
         else:
             pre = self.take("pre")
         d_hidden = self.down.input_gradient(dy)

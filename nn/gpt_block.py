@@ -150,6 +150,6 @@ class GPTBlock(Layer):
     def _take_stats(self, name: str, norm: RMSNorm | LayerNorm, x: Tensor) -> Stats:
         if "norm" in self.recompute:
             stats = norm.normalize(x)[1]
-            self.made_again(**{f"{name}.{i}": scalar for i, scalar in enumerate(stats)})
+            self.recomputed(**{f"{name}.{i}": scalar for i, scalar in enumerate(stats)})
             return stats
         return tuple(self.take(f"{name}.{i}") for i in range(norm.num_stats))

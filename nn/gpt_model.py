@@ -76,6 +76,7 @@ class GPTModel(Layer):
         self.activation_offload = False
         self._offloaded = ActivationOffload(engine)
         self._position_ids: tuple[tuple[int, int], Tensor] | None = None
+        self.set_recompute_check(None)  # tells every layer its path
         self.initialize(seed)
 
     def _make_block(self, index: int) -> GPTBlock:

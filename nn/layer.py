@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..engine.allocation_ledger import RECOMPUTED
 from ..engine.compute_engine import ComputeEngine
 from ..engine.errors import MissingActivationError
 from ..engine.tensor import Tensor
@@ -46,7 +47,7 @@ class Layer(Watched):
         self.checkpoint_mode = False
         self.kept: dict[str, Tensor] = {}
         self.recompute_check: RecomputeCheck | None = None
-        self.path = ""  # dotted name in the model, while a check is on
+        self.path = ""  # dotted name in the model
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
@@ -114,6 +115,12 @@ class Layer(Watched):
         if self.recompute_check is not None:
             for name, tensor in tensors.items():
                 self.recompute_check.compare(f"{self.path}.{name}", tensor)
+
+    def recomputed(self, **tensors: Tensor) -> None:
+        """`made_again` for what was freed in forward to be rebuilt: booked as such, beside being checked."""
+        for name, tensor in tensors.items():
+            self.engine.note_kind(tensor, RECOMPUTED, f"{self.path}.{name}".lstrip("."))
+        self.made_again(**tensors)
 
     def take(self, name: str) -> Tensor:
         """Hand back a kept tensor and forget it. Raises MissingActivationError when it is not there."""

@@ -465,7 +465,28 @@ def test_allocator_benchmark_replays_a_recorded_run() -> None:
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     replay = told["5 recorded steps"]
     assert replay["operations"] > 1000 and replay["ns_per_operation"] > 0
-    assert len(replay["fragmentation_over_time"]) == 5
-    assert all(0 <= value <= 1 for value in replay["fragmentation_over_time"])
-    assert all(1 <= value < 1.5 for value in replay["reserved_by_live_over_time"])
+    assert len(replay["fragmentation_at_peaks"]) == 5
+    assert all(0 <= value <= 1 for value in replay["fragmentation_at_peaks"])
+    assert all(1 <= value < 1.5 for value in replay["reserved_by_live_at_peaks"])
+    numbers, fragmentation, ratios = zip(*replay["series"], strict=True)
+    assert len(numbers) > 100 and list(numbers) == sorted(numbers)
+    assert numbers[0] < replay["operations"] / 10 and numbers[-1] > replay["operations"] * 9 / 10
+    assert len(set(fragmentation)) > 5 and all(0 <= value <= 1 for value in fragmentation)
+    assert all(ratio >= 1 for ratio in ratios)
     assert replay["same_places"] is True
+
+
+@pytest.mark.parametrize("option", ["--operations=0", "--operations=-5", "--trace-steps=0", "--trace-steps=-1"])
+def test_allocator_benchmark_refuses_nothing_to_do(option: str) -> None:
+    program = Path(__file__).resolve().parent.parent / "benchmarks" / "allocator.py"
+    done = subprocess.run([sys.executable, str(program), option], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "is less than" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_allocator_benchmark_tells_nanoseconds_an_operation() -> None:
+    program = Path(__file__).resolve().parent.parent / "benchmarks" / "allocator.py"
+    command = [sys.executable, str(program), "--operations", "2000", "--trace-steps", "2"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert "ns an op" in lines[0]
+    assert 50 < float(lines[1].split()[2]) < 1e7

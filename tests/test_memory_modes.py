@@ -380,6 +380,28 @@ def test_the_recompute_check_is_quiet_when_all_is_well(
 
 
 @pytest.mark.parametrize(
+    ("group", "damage", "named"),
+    [
+        ("attention", lambda block: setattr(block.attention, "causal", False), "blocks.1.attention.o"),
+        ("norm", lambda block: setattr(block.norm2, "eps", 0.5), "blocks.1.norm2.0"),
+        ("norm", lambda block: setattr(block.norm1, "eps", 0.5), "blocks.1.norm1.0"),
+    ],
+)
+def test_each_group_that_is_rebuilt_is_checked(
+    cpu: CpuEngine, monkeypatch: pytest.MonkeyPatch, group: str, damage: Callable[[GPTBlock], None], named: str
+) -> None:
+    """The damage leaves every other tensor that is compared before this one as it was."""
+    monkeypatch.setenv("VKFOLD_CHECK_RECOMPUTE", "1")
+    model = make_model(cpu, "llama")
+    model.set_recompute({group})
+    cpu.set_step_parameters(StepParameters(seed=1))
+    model.loss(*micro_batches(0, 1)[0])
+    damage(model.blocks[1])
+    with pytest.raises(RecomputeMismatchError, match=f"^{re.escape(named)}, recomputed"):
+        model.backward()
+
+
+@pytest.mark.parametrize(
     ("mode", "damage", "named"),
     [
         ("every 1", "blocks.1.attention.qkv.weight", "blocks.1.attention.qkv"),

@@ -138,18 +138,25 @@ def savings(config: RunConfig, vocab_size: int) -> Iterator[Off]:
     groups = recompute_groups(config)
     for name in groups:
         yield f"recompute {name}", changed(recompute=",".join(other for other in groups if other != name))
-    offload = getattr(config, "activation_offload", False)
-    if offload:
+    if config.activation_offload:
         yield "activation offload", changed(activation_offload=False)
     if config.fused_update:
         yield "fused update", changed(fused_update=False)
     yield "in-place ops", built_in(_CopyingEngine)
-    if not offload:  # what is kept would be brought back under another name
+    if not config.activation_offload:
         yield "norm outputs rebuilt", built_in(lambda: _KeepingEngine(keep_norms=True))
         yield "activation outputs rebuilt", built_in(lambda: _KeepingEngine(keep_activations=True))
         yield "no score matrix", built_in(lambda: _KeepingEngine(keep_scores=True))
     if not config.fused_update:
         yield "gradients made late", built_in(watch_type=_EarlyGradients)
+
+
+def left_out(config: RunConfig) -> dict[str, str]:
+    """Savings that are on, but cannot be turned off alone: name -> why."""
+    if not config.activation_offload:
+        return {}
+    why = "what is kept leaves the device and comes back as another tensor, so that what it saves is not told apart"
+    return dict.fromkeys(("norm outputs rebuilt", "activation outputs rebuilt", "no score matrix"), why)
 
 
 def attribute(plan: TrainingPlan, vocab_size: int) -> list[Contribution]:
@@ -193,3 +200,6 @@ def print_attribution(console: Console, plan: TrainingPlan, contributions: list[
     totals = (plan.peak_bytes, _forward_bytes(plan), ledger.peak_reserved_bytes, plan.flops)
     table.add_row("the run", *(f"{count:,}" for count in totals), "")
     console.print(table)
+    missing = left_out(plan.config)
+    if missing:
+        console.print(f"Left out with --activation-offload: {', '.join(missing)}: {next(iter(missing.values()))}.")

@@ -6,9 +6,31 @@ import io
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from ..engine import switches
 from ..engine.errors import VkfoldError
+
+FILE_WIDTH = 160  # columns where the output is no terminal
+
+
+class TableConsole(Console):
+    """A console that never cuts what stands in a table: where it is too narrow, words and numbers go on below."""
+
+    def __init__(self, *, stderr: bool = False, **settings: Any) -> None:
+        stream = sys.stderr if stderr else sys.stdout
+        super().__init__(stderr=stderr, width=None if stream.isatty() else FILE_WIDTH, **settings)
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        """As rich's, tables folded."""
+        for shown in objects:
+            if isinstance(shown, Table):
+                for column in shown.columns:
+                    column.overflow = "fold"
+        super().print(*objects, **settings)
 
 
 def run_program(name: str, main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:

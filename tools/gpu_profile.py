@@ -16,7 +16,7 @@ from ..engine.profiler import OpProfiler, OpSample
 from ..engine.variant_choice import MatmulChooser
 from ..engine.vulkan_engine import VulkanEngine
 from .checkpoint_sweep import draw_sweep, sweep_checkpoints
-from .console import run_program
+from .console import TableConsole, run_program
 from .device_peaks import measure_peaks
 from .memory_report import size
 from .model_setup import gpt_config, make_model, make_optimizer, make_training_step
@@ -128,7 +128,7 @@ def _print(console: Console, summary: Summary, reasons: Sequence[tuple[str, str]
 def _program(argv: Sequence[str]) -> int:
     config, vocab_size = profile_config(argv)
     folder = Path(config.out)
-    console = Console(soft_wrap=False, stderr=config.json)
+    console = TableConsole(soft_wrap=False, stderr=config.json)
     with VulkanEngine(config.device) as engine:
         steps = profile_steps(engine, config, vocab_size)
         summary = summarize(steps, measure_peaks(engine))

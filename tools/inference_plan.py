@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..engine.errors import BadInputError
 from ..engine.plan_engine import PlanEngine
 from ..nn.gpt_config import GPTConfig
 from ..nn.gpt_model import GPTModel
@@ -58,18 +59,23 @@ def plan_inference(
     """Plan generation. The workspace is planned by the model's own code in float32 on one card, and scaled.
 
     dtype: of weights, keys and values; vkfold itself computes in float32. Raises BadInputError for a tensor_parallel
-    that does not divide the heads and the feed-forward.
+    that does not divide the heads and the feed-forward, and for sizes no engine can hold.
     """
     check_tensor_parallel(model, tensor_parallel)
     engine = PlanEngine()
-    gpt = GPTModel(engine, model)
+    try:
+        gpt = GPTModel(engine, model)
+        gpt.logits_last(np.zeros((1, seq_len), np.int32))
+    except BadInputError:
+        raise
+    except ValueError as error:
+        raise BadInputError(f"these sizes are too large: {error}") from error
     weights = sum(
         parameter.size * parameter_share(model, name, tensor_parallel)
         for name, parameter in gpt.named_parameters().items()
     )
     weight_bytes = round(weights * ITEM_BYTES[dtype])
     per_token = kv_bytes_per_token(model, dtype, tensor_parallel)
-    gpt.logits_last(np.zeros((1, seq_len), np.int32))
     workspace = engine.pool_stats()["step"].peak_live_bytes * ITEM_BYTES[dtype] // 4
     largest = None
     if card_bytes is not None:

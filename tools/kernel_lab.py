@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from ..engine.compute_engine import ComputeEngine
@@ -27,7 +26,7 @@ from ..engine.profiler import OpProfiler
 from ..engine.tensor import Tensor
 from ..engine.variant_choice import MatmulChooser, forced_variant
 from ..engine.vulkan_engine import VulkanEngine
-from .console import run_program
+from .console import TableConsole, run_program
 from .device_peaks import Peaks, measure_peaks
 from .options import POSITIVE, option, parse_options
 
@@ -230,7 +229,7 @@ def _print(results: Sequence[Result]) -> None:
                 )
             ),
         )
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    TableConsole(highlight=False).print(table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from ..engine.kernel import Kernel
 from ..engine.kernel_registry import cached_kernels, known_kernels, origin
 from ..engine.op import OPS
+from .console import TableConsole
 
 _SHOWN = 4
 _FROM = {"package": "compiled ahead of time", "cache": "in the cache", "": "compiled at first use"}
@@ -17,7 +17,7 @@ _FROM = {"package": "compiled ahead of time", "cache": "in the cache", "": "comp
 
 def main(words: Sequence[str]) -> int:
     """Print one line an op, or with words one a kernel whose op or name has any of them. 1 when none has."""
-    console = Console(highlight=False)
+    console = TableConsole(highlight=False)
     table = detail_table(words) if words else overview_table()
     if not table.row_count:
         console.print(f"no op and no kernel is called anything like {' or '.join(words)}", markup=False)

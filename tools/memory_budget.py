@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..engine.errors import BadInputError
 from ..engine.plan_engine import PlanEngine
-from ..nn.memory_budget import PlannedMode, cheapest_mode
+from ..nn.memory_budget import MemoryMode, PlannedMode, cheapest_mode
 from .model_setup import make_model, make_optimizer, make_training_step
 from .options import parse_bytes
 from .run_config import RunConfig
 
 C = TypeVar("C", bound=RunConfig)
+
+
+def mode_json(mode: MemoryMode) -> dict[str, Any]:
+    """What --memory-budget chose, for JSON: the options in words, and each by itself."""
+    return {
+        "mode": str(mode),
+        "checkpoint_every": mode.checkpoint_every,
+        "recompute": list(mode.groups),
+        "recompute_blocks": mode.num_blocks,
+    }
 
 
 def within_memory_budget(config: C, vocab_size: int) -> tuple[C, PlannedMode | None]:

@@ -8,18 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from ..engine.errors import BadInputError
-from .attribution import attribute, print_attribution
-from .console import run_program
+from .attribution import attribute, left_out, print_attribution
+from .console import TableConsole, run_program
 from .inference_plan import ITEM_BYTES, plan_inference
-from .memory_budget import within_memory_budget
+from .memory_budget import mode_json, within_memory_budget
 from .memory_plan import plan_training
-from .memory_plot import draw
+from .memory_plot import check_picture, draw
 from .memory_report import inference_json, print_inference, print_training, training_json
 from .model_setup import gpt_config
-from .options import NOT_NEGATIVE, POSITIVE, Rule, option, parse_options
+from .options import NOT_NEGATIVE, POSITIVE, Rule, flag, option, parse_options
 from .presets import PRESETS, preset
 from .run_config import RunConfig, check_config
 from .saved_tensors import print_saved, saved_rows
@@ -46,7 +44,7 @@ class EstimateConfig(RunConfig):
     ops: bool = option(bool, False, "list every op with shapes, FLOPs, bytes, and whether it is kept", group=ESTIMATE)
     saved: bool = option(bool, False, "list op by op what forward keeps for backward", group=ESTIMATE)
     attribution: bool = option(bool, False, "turn each saving off alone: its bytes and FLOPs", group=ESTIMATE)
-    plot: str | None = option(str, None, "write a PNG of live bytes over the ops of a step here", group=ESTIMATE)
+    plot: str | None = option(str, None, "write live bytes over the ops of a step here, as .png", group=ESTIMATE)
     inference: bool = option(bool, False, "estimate generation instead of training", group=ESTIMATE)
     dtype: str = option(str, "float32", "of weights, keys and values, with --inference", choices=tuple(ITEM_BYTES))
     card_gb: float = option(
@@ -70,6 +68,7 @@ def estimate_config(argv: Sequence[str]) -> tuple[EstimateConfig, int]:
                 setattr(config, name, value)
         has_vocab = True
     check_config(config)
+    _check_effects(config)
     blocks = config.num_layers * config.accum_steps
     if blocks > MOST_BLOCKS and not config.inference:
         raise BadInputError(
@@ -81,10 +80,35 @@ def estimate_config(argv: Sequence[str]) -> tuple[EstimateConfig, int]:
     return config, 256 if config.tokenizer == "bytes" else load_tokenizer(Path(config.tokenizer)).vocab_size
 
 
+_OF_TRAINING = (
+    *("plot", "ops", "saved", "attribution", "cards", "zero_stage"),
+    *("checkpoint_every", "recompute", "recompute_blocks", "memory_budget", "activation_offload", "fused_update"),
+)
+_OF_INFERENCE = ("dtype", "card_gb")
+
+
+def _check_effects(config: EstimateConfig) -> None:
+    if config.inference:
+        refuse_set(config, _OF_TRAINING, "it has no effect with --inference, which estimates no training step")
+    else:
+        refuse_set(config, _OF_INFERENCE, "it has no effect without --inference")
+    if config.plot is not None:
+        check_picture(Path(config.plot))
+
+
+def refuse_set(config: EstimateConfig, names: Sequence[str], why: str) -> None:
+    """Raises BadInputError for the first of these options that is not at its default."""
+    defaults = EstimateConfig()
+    for name in names:
+        value = getattr(config, name)
+        if value != getattr(defaults, name):
+            raise BadInputError(f"{flag(name)}{'' if value is True else f' {value}'}: {why}; leave it out")
+
+
 def _program(argv: Sequence[str]) -> int:
     config, vocab_size = estimate_config(argv)
     model = gpt_config(config, vocab_size)
-    console = Console(soft_wrap=False)
+    console = TableConsole(soft_wrap=False)
     if config.inference:
         inference = plan_inference(
             model,
@@ -110,10 +134,13 @@ def _program(argv: Sequence[str]) -> int:
     contributions = attribute(plan, vocab_size) if config.attribution else []
     if config.json:
         result = training_json(plan, card, with_ops=config.ops)
+        if within is not None:
+            result["memory_budget"] = mode_json(within.mode) | {"peak_bytes": within.peak_bytes}
         if config.saved:
             result["saved"] = [row.as_dict() for row in saved_rows(plan.ledger)]
         if config.attribution:
             result["attribution"] = [row.as_dict() for row in contributions]
+            result["attribution_left_out"] = left_out(config)
         print(json.dumps(result, indent=1))
     else:
         print_training(console, plan, card, with_ops=config.ops)

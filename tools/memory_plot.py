@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..engine.allocation_ledger import KINDS, AllocationLedger
 from ..engine.errors import BadInputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLOURS = {
     "earlier": "#999999",
@@ -23,19 +27,37 @@ _COLOURS = {
 _SHADES = {"forward": "#ffffff", "backward": "#eceff4", "optimizer": "#d8dee9"}
 
 
-def draw(ledger: AllocationLedger, path: Path, title: str) -> None:
-    """Write a PNG: stacked areas by kind, phases shaded, the peak marked.
+def check_picture(path: Path) -> None:
+    """Raises BadInputError for a name that says another format than the one written."""
+    if path.suffix.lower() != ".png":
+        raise BadInputError(f"cannot write the picture {path}: pictures are PNG, so its name must end in .png")
 
-    Raises BadInputError for a path that cannot be written.
-    """
+
+def draw(ledger: AllocationLedger, path: Path, title: str) -> None:
+    """Write a PNG of `timeline_figure`. Raises BadInputError for a path that cannot be written."""
+    check_picture(path)
+    try:
+        timeline_figure(ledger, title).savefig(path, dpi=110, format="png")
+    except OSError as error:
+        raise BadInputError(f"cannot write the picture {path}: {error.strerror or error}") from error
+
+
+def unit_of(nbytes: int) -> tuple[str, float]:
+    """The decimal unit in which so many bytes are a number from 1 to 1,000, and its bytes."""
+    return next(((name, size) for name, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)) if nbytes >= size), ("B", 1.0))
+
+
+def timeline_figure(ledger: AllocationLedger, title: str) -> Figure:
+    """Stacked areas by kind, phases shaded, the peak marked. Raises BadInputError when no op of a step was heard."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     records = [record for record in ledger.ops if record.phase]
     if not records:
         raise BadInputError("there is nothing to draw: the ledger heard no op of a step")
+    unit, scale = unit_of(ledger.peak_bytes)
     events = np.array([record.event for record in records])
-    curves = {kind: ledger.curve(kind=kind)[events] / 1e9 for kind in KINDS}
+    curves = {kind: ledger.curve(kind=kind)[events] / scale for kind in KINDS}
     curves = {kind: curve for kind, curve in curves.items() if curve.any()}
     figure = Figure(figsize=(12, 6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -49,20 +71,16 @@ def draw(ledger: AllocationLedger, path: Path, title: str) -> None:
             first = i
     axes.stackplot(x, *curves.values(), labels=list(curves), colors=[_COLOURS[kind] for kind in curves])
     peak = int(np.searchsorted(events, ledger.peak_event))
-    axes.plot([min(peak, len(x) - 1)], [ledger.peak_bytes / 1e9], "v", color="black")
+    axes.plot([min(peak, len(x) - 1)], [ledger.peak_bytes / scale], "v", color="black")
     axes.annotate(
-        f"{ledger.peak_bytes / 1e9:.2f} GB in {ledger.peak_op}",
-        (min(peak, len(x) - 1), ledger.peak_bytes / 1e9),
+        f"{ledger.peak_bytes / scale:.2f} {unit} in {ledger.peak_op}",
+        (min(peak, len(x) - 1), ledger.peak_bytes / scale),
         textcoords="offset points",
         xytext=(0, 8),
         ha="center",
     )
-    axes.set(
-        xlabel="ops of the step", ylabel="live GB", xlim=(0, len(records)), ylim=(0, 1.1 * ledger.peak_bytes / 1e9)
-    )
+    top = 1.1 * ledger.peak_bytes / scale
+    axes.set(xlabel="ops of the step", ylabel=f"live {unit}", xlim=(0, len(records)), ylim=(0, top))
     axes.set_title(title, pad=22)
     axes.legend(loc="lower center", ncols=len(curves), fontsize="small")
-    try:
-        figure.savefig(path, dpi=110, format="png")
-    except OSError as error:
-        raise BadInputError(f"cannot write the picture {path}: {error.strerror or error}") from error
+    return figure

@@ -16,6 +16,12 @@ from .memory_plot import draw
 from .memory_watch import MemoryWatch
 
 
+def check_timeline(path: str) -> None:
+    """Raises BadInputError for a path that names no file."""
+    if Path(path).name in ("", "..") or "\0" in path:
+        raise BadInputError(f"--memory-timeline {path!r} names no file: give a name such as memory.json")
+
+
 class MemoryTimeline:
     """Listens to an engine from before the model is made to the end of one step, then writes FILE.json and FILE.png.
 

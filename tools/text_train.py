@@ -12,17 +12,17 @@ from ..engine.errors import BadInputError
 from ..engine.plan_engine import PlanEngine
 from ..engine.switches import cache_folder
 from ..nn.sampling import Sampler
-from .budget import MANY_BLOCKS, check_budget, planned_save_bytes
 from .console import run_program
 from .generation import generate_bytes
 from .memory_budget import within_memory_budget
-from .memory_timeline import MemoryTimeline
+from .memory_timeline import MemoryTimeline, check_timeline
 from .model_setup import budget_bytes, gpt_config, make_engine, make_model, make_optimizer, make_schedule
 from .options import parse_options
 from .progress import check_log
 from .run_config import RunConfig, check_config, resumed_config
 from .run_state import RunState
 from .saves import Save, check_disk_space, check_save_folder, lock_save_folder, open_save
+from .size_check import MANY_BLOCKS, check_budget, planned_save_bytes
 from .text_data import ShuffledWindows
 from .training_data import TrainingData, check_windows, copy_tokens, new_data, resumed_data
 from .training_run import Outcome, TrainingRun
@@ -57,6 +57,8 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
         root = _save_folder(config, save, given, stack)
         if config.log_file is not None:
             check_log(Path(config.log_file), fresh=save is None)
+        if config.memory_timeline is not None:
+            check_timeline(config.memory_timeline)
         data = _data(config, given, save, root, stack)
         warnings = check_windows(config, given, data, fresh=save is None)
         vocab_size = data.tokenizer.vocab_size

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from ..engine.compute_engine import Rule
@@ -23,7 +21,7 @@ from ..engine.tensor import Tensor, TensorSpec
 from ..engine.tuner import Measured, tune_product
 from ..engine.variant_choice import MatmulChooser, select, tuning_key
 from ..engine.vulkan_engine import VulkanEngine
-from .console import run_program
+from .console import TableConsole, run_program
 from .model_setup import gpt_config, make_model, make_optimizer, make_training_step
 from .options import POSITIVE, option, parse_options
 from .presets import PRESETS, preset
@@ -175,4 +173,4 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
         gain = "" if row["gain"] != row["gain"] else f"{row['gain']:.2f}x"
         numbers = (f"{row['ms']:.3f}", f"{row['gflops']:.1f}", gain)
         table.add_row(row["product"], str(row["times"]), row["estimated"], row["best"], *numbers, row["note"])
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    TableConsole(highlight=False).print(table)

@@ -65,16 +65,34 @@ def _advice(config: RunConfig, vocab_size: int, budget: int) -> str:
     if config.num_layers >= MANY_BLOCKS:  # looking for a batch plans some dozen times
         return "make --batch-size, --num-layers or --seq-len smaller, or add --checkpoint-every 1"
     for every in sorted({config.checkpoint_every, 1}):
-        fitting = _largest_batch(dataclasses.replace(config, checkpoint_every=every), vocab_size, budget)
+        changed = dataclasses.replace(config, checkpoint_every=every)
+        fitting = _largest_batch(changed, vocab_size, budget)
         if fitting:
+            checkpointing = [] if every == config.checkpoint_every else [f"--checkpoint-every {every}"]
             options = [] if fitting == config.batch_size else [f"--batch-size {fitting}"]
-            options += [] if every == config.checkpoint_every else [f"--checkpoint-every {every}"]
-            keep = config.batch_size // fitting
-            more = f" (with --accum-steps {keep * config.accum_steps} for the same tokens a step)" if keep > 1 else ""
-            return f"{' '.join(options)} would fit{more}"
+            advice = f"{' '.join(options + checkpointing)} would fit"
+            same = _same_tokens(changed, vocab_size, budget, fitting)
+            return f"{advice}; for the same tokens a step {' '.join(same + checkpointing)}" if same else advice
     return (
         "not even --batch-size 1 with --checkpoint-every 1 would fit; make --d-model, --num-layers or --seq-len smaller"
     )
+
+
+def _same_tokens(config: RunConfig, vocab_size: int, budget: int, fitting: int) -> list[str]:
+    """Options of the largest batch that fits and, accumulated, gives exactly the tokens a step asked for; [] for none.
+
+    Accumulation has all gradients alive in the second micro-batch, so that it is planned too.
+    """
+    if config.fused_update or fitting == config.batch_size:  # fused updates cannot accumulate
+        return []
+    for batch_size in range(fitting, 0, -1):
+        times, rest = divmod(config.batch_size, batch_size)
+        if not rest:
+            smaller = dataclasses.replace(config, batch_size=batch_size, accum_steps=times * config.accum_steps)
+            peak = _peak_or_none(smaller, vocab_size)
+            if peak is not None and peak <= budget:
+                return [f"--batch-size {batch_size}", f"--accum-steps {smaller.accum_steps}"]
+    return []
 
 
 def _largest_batch(config: RunConfig, vocab_size: int, budget: int) -> int:
