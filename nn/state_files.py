@@ -32,7 +32,7 @@ def require_regular(path: Path) -> None:
     """Raises OSError for what is there and no file: renaming a file over a device or a pipe would take its place."""
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "a device or a pipe"
-        raise OSError(f"it is {kind}, no regular file: choose another name")
+        raise OSError(f"{path.name} is {kind}, no regular file: choose another name")
 
 
 def save(path: str | os.PathLike[str], state: Layer | Mapping[str, np.ndarray]) -> None:

@@ -14,7 +14,9 @@ from vkfold.engine.compute_engine import ComputeEngine
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.expr import variable
 from vkfold.engine.fold import FoldSpec
+from vkfold.engine.map_kernel import MapKernel
 from vkfold.engine.op import OPS, Op
+from vkfold.engine.ops.elementwise import MapOp
 from vkfold.engine.plan_engine import PlanEngine
 from vkfold.engine.tensor import Tensor, TensorSpec
 from vkfold.engine.vulkan_engine import VulkanEngine
@@ -147,6 +149,28 @@ def _shifted(engine: ComputeEngine, call: Callable[[Tensor], object]) -> None:
 def test_views_that_overlap_are_refused(engine: ComputeEngine, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VIEWS[message](engine)
+
+
+class SwapOp(MapOp):
+    """Two tensors changed in place."""
+
+    name = "swap_"
+    writes = (0, 1)
+    kernel = MapKernel("swap", ("a", "b"), ("a", "b"), {"a": variable("b"), "b": variable("a")})
+
+    def outputs(self, a: TensorSpec, b: TensorSpec) -> Sequence[TensorSpec]:
+        return ()
+
+
+def test_the_same_bytes_at_other_places_or_written_twice_are_refused(engine: ComputeEngine) -> None:
+    """A bias is read at `index % width`, whatever the number of rows; of two results in one place one is lost."""
+    row = engine.zeros((1, 8))
+    with pytest.raises(ValueError, match="add_bias_: y overlaps bias"):
+        engine.add_bias_(row, row[0])
+    swap = SwapOp()
+    engine.execute(swap, (row, engine.zeros((1, 8))))
+    with pytest.raises(ValueError, match="swap_: a overlaps b"):
+        engine.execute(swap, (row, row))
 
 
 def test_the_same_tensor_twice_is_fine_element_by_element(vulkan: VulkanEngine) -> None:
