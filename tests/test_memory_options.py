@@ -160,6 +160,13 @@ def test_no_accumulation_is_advised_with_fused_updates() -> None:
     assert advice(config, budget) == "--batch-size 4 would fit"
 
 
+def test_advice_to_a_run_with_a_memory_budget_is_a_smaller_one() -> None:
+    """--checkpoint-every is refused together with it."""
+    budget = planned_peak_bytes(LONG, VOCAB) - 1
+    with pytest.raises(BadInputError, match=f": --memory-budget {budget} looks for what fits it$"):
+        check_budget(LONG, VOCAB, budget, automatic=True)
+
+
 def test_the_check_counts_gradients_that_accumulate() -> None:
     """In the second micro-batch all gradients are alive: that is the peak."""
     wide = dataclasses.replace(LONG, d_model=64, batch_size=1, seq_len=16, accum_steps=2)

@@ -38,8 +38,11 @@ def planned_save_bytes(config: RunConfig, vocab_size: int) -> int:
     return weights + sum(tensor.nbytes for tensor in optimizer.named_moments().values())
 
 
-def check_budget(config: RunConfig, vocab_size: int, budget: int) -> int:
-    """The planned peak in bytes. Raises BadInputError when it is over the budget, saying what would fit."""
+def check_budget(config: RunConfig, vocab_size: int, budget: int, *, automatic: bool = False) -> int:
+    """The planned peak in bytes. Raises BadInputError when it is over the budget, saying what would fit.
+
+    automatic: the recomputation was chosen by --memory-budget, which no other option of recomputation goes with.
+    """
     least = _least_bytes(config, vocab_size)
     if least > budget:  # told at once: planning takes as long as there are blocks
         raise BadInputError(
@@ -50,9 +53,11 @@ def check_budget(config: RunConfig, vocab_size: int, budget: int) -> int:
     if peak is not None and peak <= budget:
         return peak
     needs = "more than an engine can address" if peak is None else _size(peak)
-    raise BadInputError(
-        f"this run needs {needs} of device memory, the budget is {_size(budget)}: {_advice(config, vocab_size, budget)}"
-    )
+    if automatic:
+        advice = f"--memory-budget {budget} looks for what fits it"
+    else:
+        advice = _advice(config, vocab_size, budget)
+    raise BadInputError(f"this run needs {needs} of device memory, the budget is {_size(budget)}: {advice}")
 
 
 def _least_bytes(config: RunConfig, vocab_size: int) -> int:

@@ -77,7 +77,7 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
         if weights is not None:  # names and shapes, on an engine that needs no device
             make_optimizer(make_model(PlanEngine(), chosen, vocab_size, weights), chosen, moments)
         engine = stack.enter_context(make_engine(config.engine, config.device))
-        peak = check_budget(chosen, vocab_size, budget_bytes(engine))
+        peak = check_budget(chosen, vocab_size, budget_bytes(engine), automatic=within is not None)
         if root is not None:
             check_disk_space(root, planned_save_bytes(chosen, vocab_size))
         timeline = None if config.memory_timeline is None else MemoryTimeline(engine, Path(config.memory_timeline))
