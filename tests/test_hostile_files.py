@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from test_bad_input import SMALL, TEXT, message_of
 
 from vkfold.__main__ import main as vkfold
@@ -110,6 +112,19 @@ def test_a_state_that_is_none(capsys: pytest.CaptureFixture[str], saved: Path, n
 def test_windows_that_the_text_does_not_have(capsys: pytest.CaptureFixture[str], saved: Path, no_device: None) -> None:
     edit(saved / "step-00000002" / "state.json", "num_windows", 2**30)
     assert "num_windows is 1073741824, and the text has" in message_of(capsys, "--resume", saved)
+
+
+@pytest.mark.parametrize("file", ["model", "optimizer"])
+@pytest.mark.parametrize("dtype", [np.int32, np.float64, np.float16, np.bool_])
+def test_numbers_of_another_type(
+    capsys: pytest.CaptureFixture[str], saved: Path, no_device: None, file: str, dtype: type
+) -> None:
+    """Bytes that stand for other numbers than were saved."""
+    path = saved / "step-00000002" / f"{file}.safetensors"
+    arrays = load_file(path)
+    for name in {next(iter(arrays)), "num_updates"} & set(arrays):
+        save_file(arrays | {name: arrays[name].astype(dtype)}, path)
+        assert f"{path} is damaged: {name} is {np.dtype(dtype)}, not " in message_of(capsys, "--resume", saved)
 
 
 # -- tokens.bin --------------------------------------------------------------------------------------------------------

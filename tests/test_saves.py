@@ -74,7 +74,7 @@ def test_newest_complete_save_is_taken_without_latest(tmp_path: Path) -> None:
 
 def test_same_step_again_replaces(tmp_path: Path) -> None:
     save(tmp_path, 7)
-    write_save(tmp_path, 7, lambda: {"a": np.zeros(1)}, dict, {}, ByteTokenizer())
+    write_save(tmp_path, 7, lambda: {"a": np.zeros(1, np.float32)}, dict, {}, ByteTokenizer())
     assert list(open_save(tmp_path).model()) == ["a"]
     assert names(tmp_path) == ["step-00000007"]
 

@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,7 @@ class Save:
 
     def optimizer(self) -> Arrays:
         """The moments by name. Raises BadInputError when the file is missing or damaged."""
-        return _read_arrays(self.folder / OPTIMIZER_FILE)
+        return _read_arrays(self.folder / OPTIMIZER_FILE, ("num_updates",))
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the run. Raises BadInputError when the file is missing or damaged."""
@@ -247,11 +247,16 @@ def _latest(root: Path) -> Path:
     return folders[-1]
 
 
-def _read_arrays(path: Path) -> Arrays:
+def _read_arrays(path: Path, whole_numbers: Sequence[str] = ()) -> Arrays:
     try:
-        return load_file(path)
+        arrays = load_file(path)
     except OSError as error:
         raise BadInputError(f"the save {path.parent} is incomplete: {path.name}: {error.strerror or error}") from error
     except SafetensorError as error:
         size = path.stat().st_size
         raise BadInputError(f"{path} is truncated or damaged ({size} bytes): {error}; try an older save") from error
+    for name, array in arrays.items():
+        expected = np.int64 if name in whole_numbers else np.float32
+        if array.dtype != expected:
+            raise BadInputError(f"{path} is damaged: {name} is {array.dtype}, not {np.dtype(expected)}")
+    return arrays
