@@ -19,7 +19,7 @@ from vkfold.__main__ import main as vkfold
 from vkfold.engine import switches
 from vkfold.engine.errors import BadInputError
 from vkfold.engine.vulkan_engine import VulkanEngine
-from vkfold.tools import budget, demo, memory_estimator, text_generate, text_train
+from vkfold.tools import demo, memory_estimator, size_check, text_generate, text_train
 from vkfold.tools.options import parse_bytes
 from vkfold.tools.run_config import nearest_divisor
 from vkfold.tools.saves import lock_save_folder
@@ -288,7 +288,7 @@ def test_more_weights_than_memory_is_told_without_planning(
     def refuse(*arguments: object) -> None:
         raise AssertionError("planned")
 
-    monkeypatch.setattr(budget, "planned_peak_bytes", refuse)
+    monkeypatch.setattr(size_check, "planned_peak_bytes", refuse)
     monkeypatch.setattr(text_train, "budget_bytes", lambda engine: 100 * 2**20)
     assert text_train.main([str(text), *SMALL, "--num-layers", "10000"]) == 2
     assert "error: the weights and moments alone take 1.60 GB of device memory" in capsys.readouterr().err
@@ -297,8 +297,8 @@ def test_more_weights_than_memory_is_told_without_planning(
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
 def test_the_least_is_not_above_the_plan(optimizer: str) -> None:
     config = text_train.RunConfig(seq_len=16, d_model=16, num_heads=2, num_layers=2, batch_size=1, optimizer=optimizer)
-    least = budget._least_bytes(config, 256)
-    exact = budget.planned_save_bytes(config, 256)
+    least = size_check._least_bytes(config, 256)
+    exact = size_check.planned_save_bytes(config, 256)
     assert least == exact if optimizer != "adafactor" else 0.5 * exact < least < exact
 
 
