@@ -135,6 +135,12 @@ class Kernel:
         defines: dict[str, int | float | str] | None = None,
         extensions: Sequence[str] = (),
     ) -> None:
+        for what, text in (("name", name), ("source", source), ("args", args)):
+            if not isinstance(text, str):
+                raise TypeError(f"kernel {name!r:.40}: {what} is {text!r:.40}, needed is a string")
+        for what, number in (("local_size", local_size), ("subgroups", subgroups)):
+            if not isinstance(number, int):
+                raise TypeError(f"kernel {name!r}: {what} is {number!r:.40}, needed is a whole number")
         if bool(local_size) == bool(subgroups) or local_size < 0 or subgroups < 0:
             raise ValueError(f"kernel {name!r}: give either local_size or subgroups, a number above 0")
         if source.endswith(".comp") and not (SHADER_DIR / source).is_file():

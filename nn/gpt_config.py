@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ..engine.errors import BadInputError
 from ..engine.ops.attention_rule import MAX_HEAD_DIM
+from ..engine.setting_checks import check_setting
 from .feed_forward import ACTIVATIONS, default_width
 from .rope import RopeScaling
 
@@ -62,7 +64,19 @@ class GPTConfig:
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
 
+    def _wrong_types(self) -> list[str]:
+        found = []
+        for field in fields(self):
+            try:
+                check_setting("GPTConfig", field.name, getattr(self, field.name), str(field.type))
+            except (TypeError, ValueError) as error:
+                found.append(str(error))
+        return found
+
     def _problems(self) -> list[str]:
+        problems = self._wrong_types()
+        if problems:
+            return problems
         problems = [
             f"{name} is {getattr(self, name)}, it must be at least 1"
             for name in ("vocab_size", "max_seq_len", "d_model", "num_heads", "num_layers")
@@ -82,12 +96,12 @@ class GPTConfig:
                 problems.append(f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(choices)}")
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}, it must be at least 0 and below 1")
-        if not self.attention_softcap >= 0:
-            problems.append(f"attention_softcap is {self.attention_softcap}, it must be 0 (off) or positive")
-        if not self.norm_eps > 0:
-            problems.append(f"norm_eps is {self.norm_eps}, it must be positive")
-        if not self.rope_base > 0:
-            problems.append(f"rope_base is {self.rope_base}, it must be positive")
+        if not 0 <= self.attention_softcap < math.inf:
+            problems.append(f"attention_softcap is {self.attention_softcap}, it must be 0 (off) or positive and finite")
+        if not 0 < self.norm_eps < math.inf:
+            problems.append(f"norm_eps is {self.norm_eps}, it must be positive and finite")
+        if not 0 < self.rope_base < math.inf:
+            problems.append(f"rope_base is {self.rope_base}, it must be positive and finite")
         if problems:
             return problems
         if not self.head_dim and self.d_model % self.num_heads:

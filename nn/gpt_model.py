@@ -384,7 +384,7 @@ class GPTModel(Layer):
 
         Raises ValueError that lists missing and unexpected names and wrong shapes; nothing is changed then.
         """
-        if self.config.tie_head and HEAD in state:
+        if self.config.tie_head and isinstance(state, Mapping) and HEAD in state:
             table = state.get("embedding.weight")
             if table is not None and not np.array_equal(np.asarray(state[HEAD]), np.asarray(table)):
                 raise ValueError(

@@ -10,6 +10,7 @@ import numpy as np
 from ..engine.allocation_ledger import RECOMPUTED
 from ..engine.compute_engine import ComputeEngine
 from ..engine.errors import MissingActivationError
+from ..engine.input_checks import described
 from ..engine.tensor import Tensor
 from .mode_watch import Watched
 from .parameter import Parameter
@@ -246,7 +247,9 @@ class Layer(Watched):
 
 
 def check_names(what: str, expected: Mapping[str, tuple[int, ...]], state: Mapping[str, np.ndarray]) -> None:
-    """Compare names and shapes. Raises ValueError that lists every difference."""
+    """Compare names and shapes. Raises TypeError for no mapping, ValueError that lists every difference."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"load_state_dict: {described(state)}, needed is a dict of name -> array (vf.load gives one)")
     problems = [f"missing: {name}" for name in expected if name not in state]
     problems += [f"unexpected: {name}" for name in state if name not in expected]
     for name, shape in expected.items():

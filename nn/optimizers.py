@@ -8,6 +8,7 @@ from typing import NamedTuple, TypedDict
 
 import numpy as np
 
+from ..engine.input_checks import described
 from ..engine.ops.adafactor import factored_shapes
 from ..engine.setting_checks import is_number
 from ..engine.tensor import Tensor
@@ -51,6 +52,8 @@ class Optimizer:
     slots: tuple[str, ...] = ()
 
     def __init__(self, model: Layer, *, learning_rate: float, weight_decay: float, decay_all: bool) -> None:
+        if not hasattr(model, "named_parameters"):
+            raise TypeError(f"{type(self).__name__}: the model is {described(model)}, needed is a Layer")
         check_not_negative("learning_rate", learning_rate)
         check_not_negative("weight_decay", weight_decay)
         self.engine = model.engine

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ..engine.errors import BadInputError
+from ..engine.input_checks import described
 from .layer import Layer
 
 
@@ -41,6 +42,8 @@ def save(path: str | os.PathLike[str], state: Layer | Mapping[str, np.ndarray]) 
     A link is followed; the permissions of a file that is replaced stay. Raises BadInputError when the file cannot be
     written, or the path is a folder, a device or a pipe; what was there before stays then.
     """
+    if not isinstance(state, (Layer, Mapping)):
+        raise TypeError(f"save: {described(state)}, needed is a layer, or a dict of name -> array")
     target = Path(os.path.realpath(path))
     arrays = state.state_dict() if isinstance(state, Layer) else state
     temporary = target.with_name(f".{target.name}.{os.getpid()}")

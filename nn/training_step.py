@@ -102,6 +102,11 @@ class TrainingStep:
         keep_gradients: bool = False,
         fused_update: bool = False,
     ) -> None:
+        if not hasattr(model, "loss") or not hasattr(optimizer, "step_values"):
+            raise TypeError(
+                f"TrainingStep: model {described(model)} and optimizer {described(optimizer)}: needed are a model with "
+                "`loss`, such as GPTModel, and an optimizer of it, such as AdamW(model)"
+            )
         if not is_number(max_norm) or not max_norm >= 0:
             raise BadInputError(f"max_norm is {max_norm!r:.40}: it must be a number that is not negative")
         if not is_whole(seed):

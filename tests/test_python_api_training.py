@@ -102,6 +102,42 @@ def test_a_model_takes_lists(cpu: CpuEngine) -> None:
             model.loss(bad, bad)
 
 
+MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda m: AdamW([1]), r"AdamW: the model is \[1\] of type list, needed is a Layer"),
+    (lambda m: AdamW(m.engine), "AdamW: the model is CpuEngine"),
+    (lambda m: TrainingStep(m, None), "TrainingStep: model .*GPTModel.*optimizer None"),
+    (lambda m: TrainingStep(None, SGD(m)), "TrainingStep: model None"),
+    (lambda m: m.load_state_dict(None), "load_state_dict: None, needed is a dict"),
+    (lambda m: vf.save("never.safetensors", 5), "save: 5 of type int, needed is a layer"),
+    (lambda m: Kernel("k", None, "in f32 x", local_size=1), "kernel 'k': source is None, needed is a string"),
+    (lambda m: Kernel("k", "", None, local_size=1), "kernel 'k': args is None"),
+    (lambda m: Kernel("k", "", "in f32 x", local_size="1"), "kernel 'k': local_size is '1', needed is a whole"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), MISTAKES, ids=[message[:30] for _, message in MISTAKES])
+def test_the_wrong_thing_is_named(cpu: CpuEngine, call: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call(GPTModel(cpu, CONFIG, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"vocab_size": 13.0}, "vocab_size is 13.0 of type float, needed is a whole number"),
+        ({"window": 1.5, "tie_head": "no"}, "tie_head is 'no'.*; .*window is 1.5"),
+        ({"num_layers": True}, "num_layers is True"),
+        ({"norm": None}, "norm is None, needed is a string"),
+        ({"dropout": "0"}, "dropout is '0'.*a number"),
+        ({"norm_eps": math.inf}, "norm_eps is inf.*finite"),
+    ],
+)
+def test_settings_of_a_model(given: Any, message: str) -> None:
+    sizes = {"vocab_size": 13, "max_seq_len": 8, "d_model": 8, "num_heads": 2, "num_layers": 1}
+    with pytest.raises(BadInputError, match=message):
+        GPTConfig(**{**sizes, **given})
+
+
 class Forgetful(Layer):
     def __init__(self, engine: Any) -> None:
         self.engine = engine
