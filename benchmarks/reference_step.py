@@ -23,8 +23,8 @@ import numpy as np
 from vkfold.engine.allocation_ledger import AllocationLedger
 from vkfold.engine.errors import BadInputError
 from vkfold.engine.vulkan_engine import VulkanEngine
+from vkfold.tools.budget_option import mode_json, within_memory_budget
 from vkfold.tools.console import run_program
-from vkfold.tools.memory_budget import mode_json, within_memory_budget
 from vkfold.tools.memory_estimator import EstimateConfig, estimate_config, refuse_set
 from vkfold.tools.memory_plan import TrainingPlan, plan_training
 from vkfold.tools.memory_report import size

@@ -17,7 +17,7 @@ from rich.table import Table
 from vkfold.engine.allocation_ledger import RECOMPUTED
 from vkfold.engine.errors import BadInputError
 from vkfold.nn import GPTConfig
-from vkfold.tools import text_train
+from vkfold.tools import gpu_profile, text_train
 from vkfold.tools.console import FILE_WIDTH, TableConsole
 from vkfold.tools.inference_plan import plan_inference
 from vkfold.tools.memory_estimator import main
@@ -85,6 +85,33 @@ def test_a_timeline_without_a_name_is_refused(path: str, tmp_path: Path, capsys:
     text.write_text("some words to train on " * 100)
     assert text_train.main([str(text), *SMALL, "--max-steps", "1", f"--memory-timeline={path}"]) == 2
     assert f"--memory-timeline {path!r} names no file" in capsys.readouterr().err
+
+
+def test_a_timeline_over_a_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some words to train on " * 100)
+    for ending in ("json", "png"):
+        (tmp_path / ending / f"memory.{ending}").mkdir(parents=True)
+        argv = [str(text), *SMALL, "--max-steps", "1", "--memory-timeline", str(tmp_path / ending / "memory.png")]
+        assert text_train.main(argv) == 2
+        assert f"memory.{ending} is a folder" in capsys.readouterr().err
+
+
+def test_the_profile_keeps_to_a_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[RunConfig] = []
+
+    def stop(engine: object, config: RunConfig, vocab_size: int) -> None:
+        seen.append(config)
+        raise BadInputError("far enough")
+
+    monkeypatch.setattr(gpu_profile, "profile_steps", stop)
+    options = [*SMALL, "--seq-len", "64", "--batch-size", "8"]
+    plain = planned_peak_bytes(gpu_profile.profile_config(options)[0], 256)
+    assert gpu_profile.main([*options, "--memory-budget", str(plain - 1), "--out", str(tmp_path)]) == 2
+    assert "--memory-budget asks for: --" in capsys.readouterr().err
+    assert planned_peak_bytes(seen[0], 256) < plain
 
 
 def reference_step(*options: str) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ from rich.table import Table
 from ..engine.profiler import OpProfiler, OpSample
 from ..engine.variant_choice import MatmulChooser
 from ..engine.vulkan_engine import VulkanEngine
+from .budget_option import within_memory_budget
 from .checkpoint_sweep import draw_sweep, sweep_checkpoints
 from .console import TableConsole, run_program
 from .device_peaks import measure_peaks
@@ -127,6 +128,9 @@ def _print(console: Console, summary: Summary, reasons: Sequence[tuple[str, str]
 
 def _program(argv: Sequence[str]) -> int:
     config, vocab_size = profile_config(argv)
+    config, within = within_memory_budget(config, vocab_size)
+    if within is not None:
+        print(f"--memory-budget asks for: {within.mode}", file=sys.stderr)
     folder = Path(config.out)
     console = TableConsole(soft_wrap=False, stderr=config.json)
     with VulkanEngine(config.device) as engine:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ..engine.errors import BadInputError
 from .attribution import attribute, left_out, print_attribution
+from .budget_option import mode_json, within_memory_budget
 from .console import TableConsole, run_program
 from .inference_plan import ITEM_BYTES, plan_inference
-from .memory_budget import mode_json, within_memory_budget
 from .memory_plan import plan_training
 from .memory_plot import check_picture, draw
 from .memory_report import inference_json, print_inference, print_training, training_json

@@ -17,26 +17,36 @@ from .memory_watch import MemoryWatch
 
 
 def check_timeline(path: str) -> None:
-    """Raises BadInputError for a path that names no file."""
+    """Raises BadInputError for a path that names no file, or where a folder has the name of one."""
     if Path(path).name in ("", "..") or "\0" in path:
         raise BadInputError(f"--memory-timeline {path!r} names no file: give a name such as memory.json")
+    for file in _files(Path(path)):
+        if file.is_dir():
+            raise BadInputError(f"--memory-timeline {path}: {file} is a folder, it cannot be written")
+
+
+def _files(path: Path) -> tuple[Path, Path]:
+    """The two files that are written."""
+    stem = path.with_suffix("") if path.suffix in (".json", ".png") else path
+    return stem.with_name(stem.name + ".json"), stem.with_name(stem.name + ".png")
 
 
 class MemoryTimeline:
     """Listens to an engine from before the model is made to the end of one step, then writes FILE.json and FILE.png.
 
-    path: with or without one of these endings. Raises BadInputError for an engine without pools, or a folder that
-    cannot be written to.
+    path: with or without one of these endings. Raises BadInputError for an engine without pools, a path that names no
+    file, or a folder that cannot be written to.
     """
 
     def __init__(self, engine: ComputeEngine, path: Path) -> None:
         if not isinstance(engine, PooledEngine):
             raise BadInputError("--memory-timeline shows the pools of a Vulkan device: it needs --engine vulkan")
-        self.path = path.with_suffix("") if path.suffix in (".json", ".png") else path
+        check_timeline(str(path))
+        self.numbers, self.picture = _files(path)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise BadInputError(f"cannot write {self.path}.json: {error.strerror or error}") from error
+            raise BadInputError(f"cannot write {self.numbers}: {error.strerror or error}") from error
         self.engine = engine
         self.ledger = AllocationLedger(engine)
         self.ledger.attach()
@@ -59,12 +69,11 @@ class MemoryTimeline:
             vars(block).pop("forward_recompute", None)  # the watch's
         self._watch = None
         self.ledger.detach()
-        numbers = self.path.with_name(self.path.name + ".json")
         try:
-            numbers.write_text(json.dumps(self.as_dict(), separators=(",", ":")), encoding="utf-8")
+            self.numbers.write_text(json.dumps(self.as_dict(), separators=(",", ":")), encoding="utf-8")
         except OSError as error:
-            raise BadInputError(f"cannot write {numbers}: {error.strerror or error}") from error
-        draw(self.ledger, self.path.with_name(self.path.name + ".png"), title)
+            raise BadInputError(f"cannot write {self.numbers}: {error.strerror or error}") from error
+        draw(self.ledger, self.picture, title)
 
     def as_dict(self) -> dict[str, Any]:
         """The step, op by op: its name and phase, and live bytes by kind once its outputs and temporaries exist.

@@ -12,9 +12,10 @@ from ..engine.errors import BadInputError
 from ..engine.plan_engine import PlanEngine
 from ..engine.switches import cache_folder
 from ..nn.sampling import Sampler
+from .budget_option import within_memory_budget
 from .console import run_program
 from .generation import generate_bytes
-from .memory_budget import within_memory_budget
+from .memory_report import size
 from .memory_timeline import MemoryTimeline, check_timeline
 from .model_setup import budget_bytes, gpt_config, make_engine, make_model, make_optimizer, make_schedule
 from .options import parse_options
@@ -97,7 +98,7 @@ def train(config: RunConfig, given: set[str]) -> Outcome:
             print(f"text_train: warning: {warning}", file=sys.stderr, flush=True)
         print(
             f"{data.num_bytes:,} bytes of text, {len(data.train):,} windows to train on, {len(data.held_out):,} held "
-            f"out; {model.num_parameters:,} parameters on {engine.name}; about {peak / 1e6:,.0f} MB at the peak",
+            f"out; {model.num_parameters:,} parameters on {engine.name}; about {size(peak)} at the peak",
             flush=True,
         )
         if within is not None:
