@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 def shares_storage(inputs: Sequence[Tensor | None]) -> bool:
     """Whether two inputs lie in one storage: seldom, and the only case in which they can overlap."""
+    if len(inputs) == 2:  # the usual number, at a third of the time
+        a, b = inputs
+        return a is not None and b is not None and a.storage is b.storage
     storages = [tensor.storage for tensor in inputs if tensor is not None]
     return len(set(storages)) < len(storages)
 
