@@ -301,17 +301,35 @@ def test_tables_in_a_pipe_cut_nothing(option: str) -> None:
     assert 80 < max(map(len, lines)) <= FILE_WIDTH or option != "--attribution"
 
 
-def test_narrow_tables_fold(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table("a name", "bytes")
-    table.add_row("blocks.0.feed_forward.pre", "1,234,567,890,123")
+def printed(table: Table, width: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
     console = TableConsole()
     assert console.width == FILE_WIDTH
-    console.width = 20
+    console.width = width
     console.print(table)
-    shown = capsys.readouterr().out
-    rows = ([part.strip() for part in line.split("│")[1:-1]] for line in shown.splitlines() if "│" in line)
-    columns = zip(*rows, strict=True)
-    assert ["".join(column) for column in columns] == ["blocks.0.feed_forward.pre", "1,234,567,890,123"]
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    return lines
+
+
+def test_numbers_stay_whole_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("saving")
+    for heading in ("peak", "end of forward", "reserved", "FLOPs it costs", "of all"):
+        table.add_column(heading, justify="right")
+    numbers = ["1,610,612,736", "1,610,612,737", "1,560,281,088", "9,614,595,299,328", "0.0%"]
+    table.add_row("activation outputs rebuilt", *numbers)
+    lines = printed(table, 80, capsys)
+    assert lines[1].split() == ["activation", *numbers]
+    assert [line.strip() for line in lines[2:]] == ["outputs", "rebuilt"]
+
+
+@pytest.mark.parametrize("justify", ["left", "right"])
+@pytest.mark.parametrize("text", ["blocks.0.feed_forward.pre", "1,234,567,890,123"])
+def test_what_is_too_narrow_folds(justify: Any, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table()
+    table.add_column("it", justify=justify)
+    table.add_column("more", justify=justify)
+    table.add_row(text, "")
+    assert "".join(line.strip() for line in printed(table, 12, capsys)[1:]) == text
 
 
 def small_plan() -> TrainingPlan:

@@ -8,13 +8,16 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from ..engine import switches
 from ..engine.errors import VkfoldError
 
 FILE_WIDTH = 160  # columns where the output is no terminal
+WORD_WIDTH = 10  # of these a column of words can do with
 
 
 class TableConsole(Console):
@@ -30,7 +33,18 @@ class TableConsole(Console):
             if isinstance(shown, Table):
                 for column in shown.columns:
                     column.overflow = "fold"
+                if Measurement.get(self, self.options.update(max_width=10_000), shown).maximum > self.width:
+                    self._narrow(shown)
         super().print(*objects, **settings)
+
+    def _narrow(self, table: Table) -> None:
+        """Leave lines and edges out, and fold words rather than numbers where these have room."""
+        table.box, table.pad_edge, table.padding = None, False, (0, 1, 0, 0)
+        numbers = [column for column in table.columns if column.justify == "right"]
+        digits = sum(max(cell_len(str(cell)) for cell in (column.header, *column.cells)) + 1 for column in numbers)
+        if digits + WORD_WIDTH * (len(table.columns) - len(numbers)) <= self.width:
+            for column in numbers:
+                column.no_wrap = True
 
 
 def run_program(name: str, main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
