@@ -48,15 +48,21 @@ def forced_variant(name: str) -> Iterator[None]:
         _forced.pop()
 
 
+OPS_WITH_VARIANTS = ("matmul",)
+
+
 def forced_by_switch(op: str, text: str) -> str:
     """The variant VKFOLD_VARIANT names for an op ("op=variant", several with commas), "" for none.
 
-    Raises BadInputError for a part without "=".
+    Raises BadInputError for a part without "=", or an op that has no variants.
     """
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, variant = part.partition("=")
         if not equals:
             raise BadInputError(f"VKFOLD_VARIANT={text}: {part!r} has no '='; write op=variant, for example matmul=...")
+        if name.strip() not in OPS_WITH_VARIANTS:
+            known = ", ".join(OPS_WITH_VARIANTS)
+            raise BadInputError(f"VKFOLD_VARIANT={text}: {name.strip()!r} has no variants; these ops have: {known}")
         if name.strip() == op:
             return variant.strip()
     return ""

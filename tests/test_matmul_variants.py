@@ -188,7 +188,9 @@ def test_forcing(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         chooser.forced()
     monkeypatch.delenv("VKFOLD_VARIANT")
     assert chooser.forced() == ""
-    assert forced_by_switch("matmul", "a=b,") == ""
+    assert forced_by_switch("matmul", "") == ""
+    with pytest.raises(BadInputError, match="'matmull' has no variants; these ops have: matmul"):
+        forced_by_switch("matmul", "matmull=b,")
 
 
 def test_few_kernels() -> None:
