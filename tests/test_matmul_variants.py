@@ -176,7 +176,7 @@ def test_forcing(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = MatmulChooser.of(vulkan.recorder)
     product = Product(1, 64, 64, 64)
     name = variants(chooser.device)[-1].name
-    monkeypatch.setenv("VKFOLD_VARIANT", f"attention=x, matmul={name}_swapped")
+    monkeypatch.setenv("VKFOLD_VARIANT", f" matmul = {name}_swapped ,")
     assert chooser.choose(product).name == f"{name}_swapped"
     with forced_variant(name):
         assert chooser.choose(product).name == name
