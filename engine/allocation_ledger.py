@@ -88,7 +88,7 @@ class OpRecord:
 
     @property
     def kept(self) -> bool:
-        """Whether one of its outputs is kept for backward."""
+        """Whether one of its outputs is kept for backward, or made again for it."""
         return any(allocation.kind in (ACTIVATIONS, RECOMPUTED) for allocation in self.made)
 
 

@@ -114,6 +114,25 @@ def test_the_profile_keeps_to_a_budget(
     assert planned_peak_bytes(seen[0], 256) < plain
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seq-len", "130049"], "these sizes are too large|more than an engine can address"),
+        (["--d-model", "65536", "--num-heads", "512", "--d-ff", "65536"], "the weights and moments alone take"),
+    ],
+)
+def test_a_profile_that_does_not_fit_is_refused(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu_profile.main([*options, "--num-layers", "1", "--out", str(tmp_path / "out")]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_card_that_holds_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--inference", "--card-gb", "1e-12", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["largest_batch"] == 0
+
+
 def reference_step(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCHMARKS / "reference_step.py"), *SMALL, "--vocab-size", "301", "--d-ff", "96"]
     return subprocess.run([*command, *options], capture_output=True, text=True)

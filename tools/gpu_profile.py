@@ -20,7 +20,7 @@ from .checkpoint_sweep import draw_sweep, sweep_checkpoints
 from .console import TableConsole, run_program
 from .device_peaks import measure_peaks
 from .memory_report import size
-from .model_setup import gpt_config, make_model, make_optimizer, make_training_step
+from .model_setup import budget_bytes, gpt_config, make_model, make_optimizer, make_training_step
 from .options import NOT_NEGATIVE, POSITIVE, option, parse_options
 from .presets import PRESETS, preset
 from .profile_pictures import write_files
@@ -28,6 +28,7 @@ from .profile_reasons import kernel_reasons
 from .profile_scopes import ModelScopes
 from .profile_summary import Summary, kind_of, summarize
 from .run_config import RunConfig, check_config
+from .size_check import check_budget
 
 DESCRIPTION = """Profile training steps on the device: time of every op by timestamps, grouped by op, layer and phase,
 against the device's measured peaks. Takes the options of text_train (inputs are not read: the tokens are random)
@@ -134,6 +135,7 @@ def _program(argv: Sequence[str]) -> int:
     folder = Path(config.out)
     console = TableConsole(soft_wrap=False, stderr=config.json)
     with VulkanEngine(config.device) as engine:
+        check_budget(config, vocab_size, budget_bytes(engine), automatic=within is not None)
         steps = profile_steps(engine, config, vocab_size)
         summary = summarize(steps, measure_peaks(engine))
         title = f"{config.preset or 'model'} on {engine.name}"

@@ -116,7 +116,7 @@ def _program(argv: Sequence[str]) -> int:
             seq_len=config.seq_len,
             dtype=config.dtype,
             tensor_parallel=config.tensor_parallel,
-            card_bytes=round(config.card_gb * 1e9) or None,
+            card_bytes=round(config.card_gb * 1e9) if config.card_gb else None,
         )
         if config.json:
             print(json.dumps(inference_json(inference, model.num_parameters), indent=1))
