@@ -24,6 +24,11 @@ from .tools.console import TableConsole, run_program
 _USED = ("bufferDeviceAddress", "subgroupSizeControl", "computeFullSubgroups", "subgroupBroadcastDynamicId")
 
 
+_HELP = """vkfold                     what devices, compiler and caches there are, and what would be missing
+vkfold kernels [WORD ...]  the kernels of ops, or those whose op or name has any of the words
+vkfold tune ...            measure the variants of matmul on this device (vkfold tune --help)"""
+
+
 def main(arguments: Sequence[str] = ()) -> int:
     """Print the report. 0 when there is a usable device, 2 when not."""
     if arguments:
@@ -31,7 +36,10 @@ def main(arguments: Sequence[str] = ()) -> int:
             return run_program("vkfold kernels", kernels.main, arguments[1:])
         if arguments[0] == "tune":
             return tune.main(arguments[1:])
-        print(f"vkfold takes nothing, `kernels` or `tune`, not {arguments[0]!r}", file=sys.stderr)
+        if arguments[0] in ("-h", "--help"):
+            print(_HELP)
+            return 0
+        print(f"vkfold takes nothing, `kernels` or `tune`, not {arguments[0]!r} (see vkfold --help)", file=sys.stderr)
         return 2
     console = TableConsole(highlight=False)
     code = 0

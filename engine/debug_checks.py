@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,9 +70,10 @@ class MemoryChecks:
 
     def freed(self, storage: Storage) -> None:
         """Compare the guards of a dying storage, then poison it."""
-        self._compare(storage)
-        _, range_ = storage.handle
-        self._fill(storage, storage.address - GUARD_BYTES, range_.nbytes, _POISON_WORD)
+        with suppress(ReferenceError):  # an engine that went first, with an exception on its way, has nothing to guard
+            self._compare(storage)
+            _, range_ = storage.handle
+            self._fill(storage, storage.address - GUARD_BYTES, range_.nbytes, _POISON_WORD)
 
     def _fill(self, storage: Storage, address: int, nbytes: int, word: int) -> None:
         _, range_ = storage.handle

@@ -87,6 +87,7 @@ def test_tune_takes_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: Any
         (["tune", "--shapes", "big"], "'big' is no product"),
         (["tune", "--rounds", "0"], "rounds"),
         (["turn"], "takes nothing, `kernels` or `tune`"),
+        (["kernels", "--all"], "takes words of names, not '--all'"),
     ],
 )
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,3 +145,9 @@ def test_lab_bounds_are_of_the_arithmetic() -> None:
     subject = kernel_lab.matmul_subject("TN")
     allowed = kernel_lab.allowed_error("matmul", subject, (2, 4, 3), (a, b), np.zeros((2, 4)))
     assert np.array_equal(allowed, np.full((2, 4), 2 * 3 * EPS32 * 30))
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["kernels", "--help"], ["-h"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert vkfold_main(arguments) == 0
+    assert capsys.readouterr().out.strip()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -215,3 +219,19 @@ def test_impossible_numbers_of_groups(vulkan: VulkanEngine, groups: int) -> None
     """Refused before anything is recorded."""
     with pytest.raises(ValueError, match="workgroups"):
         vulkan.dispatch(ADD_ONE, groups, vulkan.tensor([1.0]), 1)
+
+
+def test_a_program_that_dies_shows_its_own_error_only() -> None:
+    """With memory checks on, too, tensors that outlive their engine say nothing."""
+    program = (
+        "import vkfold as vf\n"
+        "def main():\n"
+        "    engine = vf.VulkanEngine()\n"
+        "    kept = [engine.zeros((8,)) for _ in range(3)]\n"
+        "    raise SystemExit('the only line')\n"
+        "main()\n"
+    )
+    environment = {**os.environ, "VKFOLD_DEBUG": "2"}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert ended.returncode == 1
+    assert "the only line" in ended.stderr and "ignored" not in ended.stderr

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from ..engine.errors import BadInputError
 from ..engine.kernel import Kernel
 from ..engine.kernel_registry import cached_kernels, known_kernels, origin
 from ..engine.op import OPS
@@ -17,6 +18,12 @@ _FROM = {"package": "compiled ahead of time", "cache": "in the cache", "": "comp
 
 def main(words: Sequence[str]) -> int:
     """Print one line an op, or with words one a kernel whose op or name has any of them. 1 when none has."""
+    for word in words:
+        if word in ("-h", "--help"):
+            print(main.__doc__)
+            return 0
+        if word.startswith("-"):
+            raise BadInputError(f"vkfold kernels takes words of names, not {word!r}: name an op, for example softmax")
     console = TableConsole(highlight=False)
     table = detail_table(words) if words else overview_table()
     if not table.row_count:
