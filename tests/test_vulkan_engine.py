@@ -224,11 +224,14 @@ def test_impossible_numbers_of_groups(vulkan: VulkanEngine, groups: int) -> None
 def test_a_program_that_dies_shows_its_own_error_only() -> None:
     """With memory checks on, too, tensors that outlive their engine say nothing."""
     program = (
-        "import vkfold as vf\n"
+        "import numpy as np, vkfold as vf\n"
+        "engine = vf.VulkanEngine()\n"
+        "one = engine.tensor(np.ones((8, 8)))\n"
+        "model = vf.nn.GPTModel(engine, vf.nn.GPTConfig(16, 8, 16, 2, 1))\n"
         "def main():\n"
-        "    engine = vf.VulkanEngine()\n"
-        "    kept = [engine.zeros((8,)) for _ in range(3)]\n"
-        "    raise SystemExit('the only line')\n"
+        "    kept = [engine.tensor(np.ones(4)) for _ in range(5)]\n"
+        "    product = engine.matmul(one, one)\n"
+        "    raise RuntimeError('the only line')\n"
         "main()\n"
     )
     environment = {**os.environ, "VKFOLD_DEBUG": "2"}
