@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
-from .fused_map import FusedMapOp, Plan, Slot, joint_op
 from .fusion import Call, Merge, Range, can_move, extent
+from .fusion_map_op import FusedMapOp, Plan, Slot, joint_op
 from .kernel import Kernel
 from .kernel_registry import is_available
 from .map_kernel import MapKernel, Operand

@@ -103,7 +103,7 @@ class Optimizer:
 
     def update(self, name: str, parameter: Parameter, state: Tensor | None) -> None:
         """Record the update of one parameter."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no update")
 
     def update_all(self, parameters: Mapping[str, Parameter], state: Tensor | None) -> None:
         """Record the update of many parameters that have gradients: one by one, unless there is something better."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from small_run import SMALL, TEXT
 
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.step_parameters import StepParameters
 from vkfold.engine.vulkan_engine import VulkanEngine
+from vkfold.tools import text_generate, text_train
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +35,33 @@ def cpu() -> CpuEngine:
 def oracle() -> CpuEngine:
     """The float64 reference engine."""
     return CpuEngine("float64")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A small text file."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(TEXT)
+    return path
+
+
+@pytest.fixture
+def saved(text: Path, tmp_path: Path) -> Path:
+    """The folder of saves of a short run on it."""
+    root = tmp_path / "run"
+    assert text_train.main([str(text), *SMALL, "--save", str(root)]) == 0
+    return root
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any use of a device by the programs fails the test."""
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("an engine was made before the input was checked")
+
+    monkeypatch.setattr(text_train, "make_engine", refuse)
+    monkeypatch.setattr(text_generate, "make_engine", refuse)
 
 
 @pytest.fixture(autouse=True)

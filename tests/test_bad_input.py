@@ -9,20 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_run import SMALL, TEXT
 
 from vkfold.tools import text_generate, text_train
 from vkfold.tools.text_data import find_files
-
-SMALL = ["--engine", "cpu", "--seq-len", "16", "--d-model", "16", "--num-heads", "2", "--num-layers", "1"]
-SMALL += ["--batch-size", "2", "--max-steps", "2"]
-TEXT = b"the quick brown fox jumps over the lazy dog.\n" * 40
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_bytes(TEXT)
-    return path
 
 
 def message_of(capsys: pytest.CaptureFixture[str], *argv: str | Path, program: str = "text_train") -> str:

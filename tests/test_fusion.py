@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vkfold.engine.fused_map import FusedMapOp
 from vkfold.engine.fusion import Fusion
+from vkfold.engine.fusion_map_op import FusedMapOp
 from vkfold.engine.tensor import Tensor
 from vkfold.engine.vulkan_engine import VulkanEngine
 from vkfold.nn import GPTConfig, GPTModel

@@ -13,44 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_bad_input import SMALL, TEXT, message_of
+from test_bad_input import SMALL, message_of
 
 from vkfold.__main__ import main as vkfold
 from vkfold.engine import switches
 from vkfold.engine.errors import BadInputError
 from vkfold.engine.vulkan_engine import VulkanEngine
-from vkfold.tools import demo, memory_estimator, size_check, text_generate, text_train
+from vkfold.tools import demo, memory_estimator, size_check, text_train
 from vkfold.tools.options import parse_bytes
 from vkfold.tools.run_config import nearest_divisor
 from vkfold.tools.saves import lock_save_folder
 from vkfold.tools.small_files import read_whole
 
 HUGE = 10**400
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_bytes(TEXT)
-    return path
-
-
-@pytest.fixture
-def saved(text: Path, tmp_path: Path) -> Path:
-    root = tmp_path / "run"
-    assert text_train.main([str(text), *SMALL, "--save", str(root)]) == 0
-    return root
-
-
-@pytest.fixture
-def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any use of a device fails the test."""
-
-    def refuse(*arguments: object) -> None:
-        raise AssertionError("an engine was made before the input was checked")
-
-    monkeypatch.setattr(text_train, "make_engine", refuse)
-    monkeypatch.setattr(text_generate, "make_engine", refuse)
 
 
 # -- state.json --------------------------------------------------------------------------------------------------------

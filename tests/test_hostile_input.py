@@ -17,37 +17,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_bad_input import SMALL, TEXT, message_of
+from small_run import SMALL, TEXT
+from test_bad_input import message_of
 
 from vkfold.engine.errors import BadInputError
 from vkfold.tools import text_generate, text_train
 from vkfold.tools.progress import JsonLog
 from vkfold.tools.saves import lock_save_folder
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_bytes(TEXT)
-    return path
-
-
-@pytest.fixture
-def saved(text: Path, tmp_path: Path) -> Path:
-    root = tmp_path / "run"
-    assert text_train.main([str(text), *SMALL, "--save", str(root)]) == 0
-    return root
-
-
-@pytest.fixture
-def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any use of a device fails the test."""
-
-    def refuse(*arguments: object) -> None:
-        raise AssertionError("an engine was made before the input was checked")
-
-    monkeypatch.setattr(text_train, "make_engine", refuse)
-    monkeypatch.setattr(text_generate, "make_engine", refuse)
 
 
 # -- saves -------------------------------------------------------------------------------------------------------------
