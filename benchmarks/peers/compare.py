@@ -22,6 +22,7 @@ from work import LmStep, Work, error_of
 WORKER = Path(__file__).resolve().parent / "worker.py"
 SHORT_MS = 60.0  # a shorter run is repeated within a round until the round takes about this long
 MAX_REPEATS = 20
+LEAD_MS = 150.0  # of untimed runs before the timed ones of a round, where runs are shorter
 LONG_MS = 3000.0  # a longer run is warmed up twice only
 NO_DRIVER = "none (CPU)"
 Row = dict[str, Any]
@@ -41,7 +42,7 @@ class Limits:
 class Contender:
     """A library in the comparison. failed: why it is out for all works. rounds: {round: mean ms of its runs}.
 
-    fastest: ms of the fastest run. cpu_ms: processor time of a run in each round.
+    lead: untimed runs before them. fastest: ms of the fastest run. cpu_ms: processor time of a run in each round.
     """
 
     peer: Peer
@@ -50,6 +51,7 @@ class Contender:
     device: str = ""
     failed: str = ""
     repeats: int = 1
+    lead: int = 0
     out: str = ""
     rounds: dict[int, float] = field(default_factory=dict)
     fastest: float = math.inf
@@ -152,6 +154,7 @@ class Comparison:
                 return
             last = answer["ms"][0]
         contender.repeats = int(min(MAX_REPEATS, max(1, SHORT_MS // max(last, 1e-3))))
+        contender.lead = int(min(10 * MAX_REPEATS, LEAD_MS // max(last, 1e-3)))
 
     def _order(self, number: int) -> list[Contender]:
         """Everybody, beginning with another one each round."""
@@ -161,7 +164,7 @@ class Comparison:
     def _round(self, contender: Contender, number: int) -> None:
         if contender.out or (number >= 3 and contender.spent > self.limits.seconds):
             return
-        answer = self._ask(contender, do="run", repeats=contender.repeats)
+        answer = self._ask(contender, do="run", repeats=contender.repeats, lead=contender.lead)
         if not contender.out:
             # The mean, so that what interrupts short runs and long ones weighs alike.
             contender.rounds[number] = statistics.fmean(answer["ms"])

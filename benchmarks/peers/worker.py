@@ -3,7 +3,7 @@ answers each with one line:
 
     {"do": "hello", "driver": PATH?}       {"library", "version", "device", "driver", "on_driver"}
     {"do": "prepare", "work": NAME}        {"ok": true}, or {"unsupported": why}
-    {"do": "run", "repeats": N}            {"ms": [of each, device synchronised at its end], "cpu_ms"}
+    {"do": "run", "repeats": N, "lead": N} {"ms": [of each, device synchronised at its end], "cpu_ms"}; `lead` before
     {"do": "result", "file": PATH.npz}     {"ok": true}; what the last run computed is in the file
     {"do": "quit"}                         the process ends
 
@@ -84,7 +84,7 @@ class Worker:
                 return {"ok": True}
             case "run":
                 assert self.job is not None
-                return self.timed(message.get("repeats", 1))
+                return self.timed(message.get("repeats", 1), message.get("lead", 0))
             case "result":
                 assert self.job is not None
                 results: dict[str, Any] = {**self.job.results()}
@@ -92,9 +92,11 @@ class Worker:
                 return {"ok": True}
         raise ValueError(f"unknown message {message['do']!r}")
 
-    def timed(self, repeats: int) -> dict[str, Any]:
-        """Milliseconds of each run, and of processor time a run over all threads of this process."""
+    def timed(self, repeats: int, lead: int) -> dict[str, Any]:
+        """Milliseconds of each run after `lead` others, and processor time a run over all threads of this process."""
         assert self.job is not None
+        for _ in range(lead):
+            self.job.run()
         ticks = [time.perf_counter()]
         processor = time.process_time()
         for _ in range(repeats):
