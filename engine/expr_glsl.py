@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from .expr import RANDOM, Expr
-from .expr_walk import expanded, topological
+from .expr import RANDOM, Expr, variable
+from .expr_walk import expanded, substitute, topological
 
 KINDS = ("float", "vec4")
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
@@ -163,3 +163,20 @@ def _literal(number: float) -> str:
     if not np.isfinite(value) or (value == 0 and np.signbit(value)):
         return f"uintBitsToFloat(0x{int(value.view(np.uint32)):08X}u)"
     return f"({float(number)!r})" if number < 0 else repr(float(number))
+
+
+def glsl_branches(name: str, root: Expr, names: Mapping[str, str]) -> str:
+    """Statements that assign `name`, a declared float, as `glsl_statements` would, but that a choice by whole numbers
+    alone is a branch: it is the same for all of a dispatch, and what is not chosen is neither loaded nor computed.
+    """
+    lines: list[str] = []
+    held: dict[Expr, Expr] = {}  # choice -> the variable that has it
+    for node in topological([root]):
+        if node.op == "where" and all(leaf.kind == "u" for leaf in topological([node.args[0]]) if not leaf.args):
+            chosen = f"chosen{len(held)}"
+            before, texts = _lines([node.args[0]], "float", names, set())
+            one, other = (glsl_statements({chosen: arm}, "float", names) for arm in substitute(node.args[1:], held))
+            lines += [*before, f"float {chosen};", f"if ({texts[node.args[0]]}) {{\n{one}\n}} else {{\n{other}\n}}"]
+            held[node] = variable(chosen)
+    lines.append(glsl_statements({name: substitute([root], held)[0]}, "float", names))
+    return "\n".join(lines)

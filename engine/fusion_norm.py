@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from .fusion import Call, LateMerge, LateRule, extent, overlap
 from .kernel_registry import is_available
 from .op import Op
+from .ops.layer_norm import APPLY as LAYER_APPLY
 from .ops.layer_norm import LAYER_NORM, LAYER_NORM_APPLY, LAYER_NORM_STATS
 from .ops.matmul import MATMUL
-from .ops.norm_matmul import LAYER, NORM_MATMUL, RMS, norm_plan
+from .ops.matmul_prologue import MATMUL_PROLOGUE, prologue_plan
+from .ops.rms_norm import APPLY as RMS_APPLY
 from .ops.rms_norm import RMS_NORM, RMS_NORM_APPLY, RMS_NORM_STATS
 from .tensor import Tensor, TensorSpec
 
@@ -61,25 +63,24 @@ def _only_reader(call: Call, behind: Sequence[Call]) -> int | None:
 
 def _merged(gpu: Recorder, call: Call, behind: Sequence[Call], place: int) -> LateMerge | None:
     matmul, op = behind[place], call.op
-    is_rms = op in (RMS_NORM, RMS_NORM_APPLY)
-    x, weight, *rest = call.inputs
-    stats: Sequence[Tensor | None] = call.outputs[1:] if op in _STATS else rest[0 if is_rms else 1 :]
-    bias, mean, rstd = (None, None, stats[0]) if is_rms else (rest[0], stats[0], stats[1])
-    assert x is not None and weight is not None and rstd is not None
+    prologue = (RMS_APPLY if op in (RMS_NORM, RMS_NORM_APPLY) else LAYER_APPLY).spec
+    # What a norm takes is what its `apply` takes, with the numbers a row behind the rest; a whole norm makes those.
+    x, *operands = [*call.inputs, *call.outputs[1:]] if op in _STATS else call.inputs
     a, b = matmul.inputs[:2]
-    assert a is not None and b is not None
-    needed = [extent(t) for t in (x, weight, bias, mean, rstd) if t is not None]
+    assert x is not None and a is not None and b is not None
+    needed = [extent(t) for t in (x, *operands) if t is not None]
     # The matmul reads what the norm read: nothing may have been written there by then, nor may it write there itself.
     if any(overlap(needed, other.writes()) for other in behind[: place + 1]):
         return None
     rows = Tensor(x.engine, TensorSpec(a.shape), x.storage, x.offset)
-    inputs = [rows, *matmul.inputs[1:], rstd, weight, mean, bias]
-    settings = {**matmul.settings, "norm": RMS if is_rms else LAYER}
-    plan = norm_plan(gpu, rows, b, settings)
+    flat = [None if t is None else Tensor(t.engine, TensorSpec((t.size,)), t.storage, t.offset) for t in operands]
+    inputs = [rows, *matmul.inputs[1:], *flat]
+    settings = {**matmul.settings, "prologue": prologue}
+    plan = prologue_plan(gpu, rows, b, prologue, settings["trans_a"], settings["trans_b"])
     if plan is None or not is_available(plan.kernel) or not is_available(plan.more):
         return None  # no kernel is shipped, and there is no compiler
-    cost = NORM_MATMUL.cost(*(None if t is None else t.spec for t in inputs), **settings)
-    merged = Call(NORM_MATMUL, cost, inputs, matmul.made, matmul.num_outputs, settings, matmul.alive)
+    cost = MATMUL_PROLOGUE.cost(*(None if t is None else t.spec for t in inputs), **settings)
+    merged = Call(MATMUL_PROLOGUE, cost, inputs, matmul.made, matmul.num_outputs, settings, matmul.alive)
     return LateMerge(RULE, _stats_call(call, x), place, merged)
 
 

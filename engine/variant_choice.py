@@ -104,10 +104,11 @@ def select(device: Capabilities, product: Product, key: str, table: TuningTable,
 def _kernel_hash() -> str:
     """Of the files that make the kernels of matmul: what was measured or checked with others does not count."""
     here = Path(__file__).parent
-    shaders = (SHADER_DIR / f for f in ("matmul.comp", "matmul_shared.comp", "matmul_finish.glsl", "float_bits.glsl"))
-    files = (*shaders, here / "matmul_variants.py", here / "ops" / "matmul_launch.py")
-    more = (here / "spirv.py", here / "glsl_compiler.py")
-    return hashlib.sha256(b"".join(path.read_bytes() for path in (*files, *more))).hexdigest()[:12]
+    shaders = ("matmul.comp", "matmul_shared.comp", "float_bits.glsl", "exp.glsl", "expr.glsl")
+    makers = ("matmul_variants", "ops/matmul_launch", "ops/matmul_parts", "ops/activation")
+    printers = ("expr_glsl", "expr_walk", "expr_simplify", "kernel", "spirv", "glsl_compiler")
+    files = [*(SHADER_DIR / name for name in shaders), *(here / f"{name}.py" for name in (*makers, *printers))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
 class MatmulChooser:

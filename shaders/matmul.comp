@@ -13,38 +13,19 @@
 // PAIR_A, PAIR_B: whether a lane reads two neighbouring elements as one 64-bit word: along k (1), or along the rows of A
 // and the columns of B (2); 0: one by one. In pairs k is a multiple of UNROLL_K, and strides, sizes and addresses fit.
 //
-// NORM: one operand is normalised on the way in, bit for bit as the norm's own kernel would: 1 RMSNorm, 2 LayerNorm; 0
-// neither. NORM_OF_B: that operand is B, not A. NORM_ALONG_K: the norm's rows lie along k (its columns along the rows of
-// A or columns of B), else its columns do. Only for products without a batch.
+// PROLOGUE: one operand goes through `prologue` on the way in; PROLOGUE_OF_B: that is B, not A. Own is what its own index
+// (a row of A, a column of B) decides, OfK what k decides. Only for products without a batch.
 //
 // SIZE: lanes of a subgroup. TM, TN: the tile of a lane. UNROLL_K: values of k in a round. A_LOADS: loads that bring TM
 // rows to SIZE lanes. SPREAD_SHUFFLE, SPREAD_BROADCAST: how a value reaches all lanes; neither: all lanes load it.
 // EACH_ROW(F, x), EACH_COLUMN(F, x), EACH_A(F, x), EACH_K(F, x): F(0, x) F(1, x) ..., as the driver likes it best: an
-// unrolled loop, or written out. The text of `activate` comes first: engine/ops/activation.py.
+// unrolled loop, or written out. Before this text come `prologue`, `has_epilogue` and `finish`, which are printed from
+// expressions: engine/ops/matmul_parts.py.
 
-#include "matmul_finish.glsl"
-
-#if NORM
+#if PROLOGUE
 #define NUM_PRODUCTS 1u
 #define PRODUCT_A 0u
 #define PRODUCT_B 0u
-#if NORM == 1
-#define NORMAL(value, mean, rstd, weight, bias) ((value) * (rstd) * (weight))
-#else
-#define NORMAL(value, mean, rstd, weight, bias) fma(((value) - (mean)) * (rstd), weight, bias)
-#endif
-// What of a row or column the operand's own index decides, and what k decides.
-float norm_mean(uint i) { return NORM == 2 ? args.norm_mean.v[i] : 0.0; }
-float norm_bias(uint i) { return NORM == 2 ? args.norm_bias.v[i] : 0.0; }
-#if NORM_ALONG_K
-#define NORM_OWN(i) vec2(args.norm_weight.v[i], norm_bias(i))
-#define NORM_K(i) vec2(norm_mean(i), args.norm_rstd.v[i])
-#define NORMALIZED(value, own, of_k) NORMAL(value, (of_k).x, (of_k).y, (own).x, (own).y)
-#else
-#define NORM_OWN(i) vec2(norm_mean(i), args.norm_rstd.v[i])
-#define NORM_K(i) vec2(args.norm_weight.v[i], norm_bias(i))
-#define NORMALIZED(value, own, of_k) NORMAL(value, (own).x, (own).y, (of_k).x, (of_k).y)
-#endif
 #else
 #define NUM_PRODUCTS args.batch
 #define PRODUCT_A args.batch_a
@@ -112,20 +93,20 @@ void main() {
     EACH_COLUMN(PLACE_B, 0)
     EACH_COLUMN(PLACE_C, 0)
 
-#if NORM && NORM_OF_B
-    vec2 own[TN];
-#define PLACE_NORM(w, _) own[w] = NORM_OWN(min(COLUMN(w), args.n - 1u));
-    EACH_COLUMN(PLACE_NORM, 0)
-#elif NORM
-    vec2 own[A_LOADS];
+#if PROLOGUE && PROLOGUE_OF_B
+    Own own[TN];
+#define PLACE_OWN(w, _) own[w] = own_at(min(COLUMN(w), args.n - 1u));
+    EACH_COLUMN(PLACE_OWN, 0)
+#elif PROLOGUE
+    Own own[A_LOADS];
 #if PAIR_A == 2
-#define PLACE_NORM(i, _) own[i] = NORM_OWN(min(row0 + (i) / 2 * (2 * SIZE) + 2 * lane + (i) % 2, args.m - 1u));
+#define PLACE_OWN(i, _) own[i] = own_at(min(row0 + (i) / 2 * (2 * SIZE) + 2 * lane + (i) % 2, args.m - 1u));
 #elif defined SPREAD_SHUFFLE || defined SPREAD_BROADCAST
-#define PLACE_NORM(i, _) own[i] = NORM_OWN(min(row0 + (i) * SIZE + lane, args.m - 1u));
+#define PLACE_OWN(i, _) own[i] = own_at(min(row0 + (i) * SIZE + lane, args.m - 1u));
 #else
-#define PLACE_NORM(i, _) own[i] = NORM_OWN(min(row0 + (i), args.m - 1u));
+#define PLACE_OWN(i, _) own[i] = own_at(min(row0 + (i), args.m - 1u));
 #endif
-    EACH_A(PLACE_NORM, 0)
+    EACH_A(PLACE_OWN, 0)
 #endif
 
     const uint num_rows = min(uint(TM), args.m - row0);
@@ -174,12 +155,12 @@ void main() {
 #define INDEX(u) (k + min(u, last))
 #define VALID(u, x, other) (u) <= last ? x : (other)
 #endif
-#if NORM && NORM_OF_B
-#define NORMALIZE(w, u) b[(w) * UNROLL_K + u] = VALID(u, NORMALIZED(b[(w) * UNROLL_K + u], own[w], of_k), 0.0);
-#define NORMALIZE_K(u, _) { const vec2 of_k = NORM_K(INDEX(u)); EACH_COLUMN(NORMALIZE, u) }
-#elif NORM
-#define NORMALIZE(i, u) a[(i) * UNROLL_K + u] = VALID(u, NORMALIZED(a[(i) * UNROLL_K + u], own[i], of_k), -0.0);
-#define NORMALIZE_K(u, _) { const vec2 of_k = NORM_K(INDEX(u)); EACH_A(NORMALIZE, u) }
+#if PROLOGUE && PROLOGUE_OF_B
+#define PREPARE(w, u) b[(w) * UNROLL_K + u] = VALID(u, prologue(b[(w) * UNROLL_K + u], own[w], of_k), 0.0);
+#define PREPARE_K(u, _) { const OfK of_k = ofk_at(INDEX(u)); EACH_COLUMN(PREPARE, u) }
+#elif PROLOGUE
+#define PREPARE(i, u) a[(i) * UNROLL_K + u] = VALID(u, prologue(a[(i) * UNROLL_K + u], own[i], of_k), -0.0);
+#define PREPARE_K(u, _) { const OfK of_k = ofk_at(INDEX(u)); EACH_A(PREPARE, u) }
 #endif
 #define TAKE(u, r) spread[u] = SPREAD(r, u);
 #define MULTIPLY(u, at) sums[at] = fma(spread[u], b[(at) % TN * UNROLL_K + u], sums[at]);
@@ -212,8 +193,8 @@ void main() {
 #endif
         EACH_A(LOADS_A, 0)
         EACH_COLUMN(LOADS_B, 0)
-#if NORM
-        EACH_K(NORMALIZE_K, 0)
+#if PROLOGUE
+        EACH_K(PREPARE_K, 0)
 #endif
         EACH_ROW(MULTIPLY_ROW, 0)
     }
@@ -242,13 +223,13 @@ void main() {
     EACH_ROW(STORE_ROW, 0)
 
     // The epilogue goes over what this lane has just stored, in a loop: written out it would be thousands of instructions.
-    if (args.activation == 0u && (args.flags & (BIAS | RESIDUAL)) == 0u) return;
+    if (!has_epilogue()) return;
     for (uint w = 0; w < TN; ++w) {
         const uint column = COLUMN(w);
         if (column >= args.n) break;
         for (uint r = 0; r < num_rows; ++r) {
             const uint at = c_start + (row0 + r) * args.c_row + column * args.c_col;
-            args.c.v[at] = finish_at(args.c.v[at], c_start, row0 + r, column);
+            args.c.v[at] = finish(args.c.v[at], c_start, row0 + r, column);
         }
     }
 }

@@ -1,12 +1,11 @@
 // C = A B by tiles of 64 x 64 a workgroup of 128 invocations, A and B staged in shared memory 16 values of k at a time,
 // double buffered: while one pair of tiles is multiplied the next is on its way, and there is one barrier a round.
-// Strides, bounds and the epilogue are those of matmul.comp.
+// Strides and bounds are those of matmul.comp, and so is the epilogue, whose text comes first.
 //
 // MATRIX 0: each invocation holds 8 x 4 sums, every element one fma chain over k: the bits of matmul.comp. ROUND(x)
 // takes an operand to the precision that was asked for, float32 or a shorter one.
 // MATRIX 1: subgroups multiply fragments of 16 x 16 x 16 by cooperative matrices (SPV_KHR_cooperative_matrix), float16
 // operands and float32 sums, whose order within a fragment is the device's own. WAVES_N: subgroups along the columns.
-#include "matmul_finish.glsl"
 #include "float_bits.glsl"
 
 // SwiftShader takes minutes to unroll these loops; it gets them as they are.
@@ -133,7 +132,7 @@ void main() {
 #if RESUMES
             sum += args.c.v[at];
 #endif
-            args.c.v[at] = finish_at(sum, c_start, row, column);
+            args.c.v[at] = finish(sum, c_start, row, column);
         }
     }
 #else
@@ -142,11 +141,11 @@ void main() {
         if (row < args.m && column < args.n) args.c.v[c_start + row * args.c_row + column * args.c_col] = sums[i];
     }
     // Over what this invocation has just stored, in a loop, as in matmul.comp.
-    if (args.activation == 0u && (args.flags & (BIAS | RESIDUAL)) == 0u) return;
+    if (!has_epilogue()) return;
     for (uint i = 0; i < 32; ++i) {
         const uint row = row0 + my_row + i / 4, column = col0 + my_col + i % 4 * 16;
         const uint at = c_start + row * args.c_row + column * args.c_col;
-        if (row < args.m && column < args.n) args.c.v[at] = finish_at(args.c.v[at], c_start, row, column);
+        if (row < args.m && column < args.n) args.c.v[at] = finish(args.c.v[at], c_start, row, column);
     }
 #endif
 }

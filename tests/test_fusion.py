@@ -9,9 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vkfold.engine.expr import logistic, maximum, variables
+from vkfold.engine.fold import FoldSpec
 from vkfold.engine.fusion import Fusion
 from vkfold.engine.fusion_map_op import FusedMapOp
+from vkfold.engine.matmul_variants import variants
+from vkfold.engine.ops.matmul_prologue import MATMUL_PROLOGUE
+from vkfold.engine.ops.rms_norm import RMS_NORM
 from vkfold.engine.tensor import Tensor
+from vkfold.engine.variant_choice import MatmulChooser, forced_variant
 from vkfold.engine.vulkan_engine import VulkanEngine
 from vkfold.nn import GPTConfig, GPTModel
 from vkfold.nn.optimizers import AdamW
@@ -232,6 +238,43 @@ def test_a_norm_is_made_as_the_matmul_reads_it(
 
     check_same(engine, call)
     assert counts(engine) == {"norm + matmul": 2}
+
+
+@pytest.mark.parametrize("trans_a", [False, True])
+@pytest.mark.parametrize(("rows", "cols", "n"), [(5, 7, 9), (33, 64, 130), (64, 40, 96)])
+def test_any_fold_without_a_walk_is_a_prologue(
+    engine: VulkanEngine, trans_a: bool, rows: int, cols: int, n: int
+) -> None:
+    """Of numbers a row alone, a column alone, of neither: the bits of the fold, then matmul; C swapped or not."""
+    value, scale, shift = variables("value scale shift")
+    x, scales, other = arrays((rows, cols), (rows,), (rows if trans_a else cols, n))
+    shifts = np.linspace(-1, 1, cols, dtype=np.float32)
+    settings = {"trans_a": trans_a, "trans_b": False, "activation": "silu", "accumulate": False}
+    tensors = [engine.tensor(array) for array in (x, other)]
+    for inputs, root, numbers in (
+        ({"value": "row", "scale": "value"}, maximum(value, 0.0) * scale, [scales]),
+        ({"value": "row", "shift": "column"}, logistic(value) - shift, [shifts]),
+        ({"value": "row"}, abs(value), []),
+    ):
+        fold = FoldSpec("own", inputs, elements={"made": root})
+        operands = [engine.tensor(array) for array in numbers]
+        given = dict(zip(list(inputs)[1:], operands, strict=True))
+        made = engine.fold(fold, value=tensors[0], **given)["made"]
+        expected = engine.matmul(made, tensors[1], trans_a=trans_a, activation="silu").numpy()
+        for swapped in ("", "_swapped"):
+            with forced_variant(variants(MatmulChooser.of(engine.recorder).device)[-1].name + swapped):
+                call = (*tensors, None, None, None, *operands)
+                got = engine.execute(MATMUL_PROLOGUE, call, prologue=fold, **settings)[0].numpy()
+            assert np.array_equal(got, expected)
+        in_numpy = MATMUL_PROLOGUE.reference(x, other, None, None, None, *numbers, prologue=fold, **settings)[0]
+        np.testing.assert_allclose(in_numpy, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_no_prologue_is_refused(engine: VulkanEngine) -> None:
+    x, y = (engine.tensor(array) for array in arrays((4, 4), (4, 4)))
+    settings = {"trans_a": False, "trans_b": False, "activation": None, "accumulate": False}
+    with pytest.raises(ValueError, match=r"fold 'rms_norm' cannot be a prologue \(walks, values, scalars\)"):
+        engine.execute(MATMUL_PROLOGUE, (x, y, None, None, None), prologue=RMS_NORM.fold.spec, **settings)
 
 
 def norm_then(engine: VulkanEngine, change: Callable[..., Any]) -> list[np.ndarray]:

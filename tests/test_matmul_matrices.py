@@ -16,6 +16,7 @@ from vkfold.engine.kernel import Kernel
 from vkfold.engine.matmul_variants import Variant, rounded_choices
 from vkfold.engine.ops import matmul_launch
 from vkfold.engine.ops.matmul_launch import PLAIN, Pairs, matmul_kernel
+from vkfold.engine.ops.matmul_parts import USUAL, Parts
 from vkfold.engine.physical_device import PhysicalDevice
 from vkfold.engine.variant_choice import MatmulChooser
 from vkfold.engine.vulkan_binding import binding
@@ -81,10 +82,10 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[VulkanEn
         chooser.device = chooser.device._replace(matrix=True)
 
         def kernel(
-            variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = PLAIN, norm: None = None
+            variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = PLAIN, parts: Parts = USUAL
         ) -> Kernel:
             if variant.spread != "matrix":
-                return matmul_kernel(variant, subgroup_size, resumes, pairs, norm)
+                return matmul_kernel(variant, subgroup_size, resumes, pairs, parts)
             if resumes not in kernels:
                 kernels[resumes] = written_out(matmul_kernel(variant, 32, resumes))
             return kernels[resumes]
@@ -125,9 +126,9 @@ def test_wrong_matrices_give_way_to_the_emulation(
     good = matmul_launch.matmul_kernel
 
     def bad(
-        variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = PLAIN, norm: None = None
+        variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = PLAIN, parts: Parts = USUAL
     ) -> Kernel:
-        kernel = good(variant, subgroup_size, resumes, pairs, norm)
+        kernel = good(variant, subgroup_size, resumes, pairs, parts)
         if variant.spread == "matrix":
             kernel._source = kernel._source.replace("element(i) % 16 * b", "(element(i) + 1) % 16 * b")
         return kernel

@@ -17,6 +17,7 @@ from vkfold.engine.matmul_variants import Capabilities, Choice, Product, Variant
 from vkfold.engine.ops import matmul_launch
 from vkfold.engine.ops.matmul import layout_of
 from vkfold.engine.ops.matmul_launch import Pairs, matmul_kernel
+from vkfold.engine.ops.matmul_parts import USUAL, Parts
 from vkfold.engine.tensor import TensorSpec
 from vkfold.engine.tuner import Timer, tune_product
 from vkfold.engine.variant_cache import TuningTable
@@ -148,9 +149,9 @@ def wrong(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> Choice:
         subgroup_size: int,
         resumes: bool = False,
         pairs: Pairs = matmul_launch.PLAIN,
-        norm: None = None,
+        parts: Parts = USUAL,
     ) -> Kernel:
-        kernel = matmul_kernel(variant, subgroup_size, resumes, pairs, norm)
+        kernel = matmul_kernel(variant, subgroup_size, resumes, pairs, parts)
         if variant != choice.variant:
             return kernel
         text = kernel.glsl.partition("#line 1\n")[2].replace("k_end = args.k;", "k_end = args.k - 1u;")

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..expr import Expr, clamp, fma, logistic, variables, where
 from ..expr_derivative import derivative
-from ..expr_glsl import KINDS as GLSL_KINDS
-from ..expr_glsl import glsl_function, glsl_includes
 from ..expr_numpy import evaluate
-from ..kernel import Kernel, read_shader
+from ..kernel import Kernel
 from ..map_kernel import MapKernel
 from ..op import register
 from ..tensor import Tensor, TensorSpec
@@ -19,7 +17,7 @@ from .elementwise import MapOp, check_same
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
 
-ACTIVATIONS = {"relu": 1, "gelu": 2, "silu": 3}  # as `activate` of `activation_glsl` numbers them
+ACTIVATIONS = {"relu": 1, "gelu": 2, "silu": 3}  # as `activation` of matmul's epilogue numbers them
 _GELU_SCALE = 0.7978845608028654  # sqrt(2 / pi)
 _X, _DY = variables("x dy")
 
@@ -64,17 +62,6 @@ def clamped(x: Expr, kind: str) -> Expr:
 def activation_reference(x: Any, kind: str) -> Any:
     """The activation of an array."""
     return evaluate([activation_of(_X, kind)], x=x)[0]
-
-
-def activation_glsl() -> str:
-    """GLSL functions of float and vec4: each activation, and `activate(x, kind)` with kind 0 for none."""
-    bodies = [activation_of(_X, kind) for kind in ACTIVATIONS]
-    text = "".join(read_shader(name) for name in glsl_includes(bodies))
-    text += "".join(glsl_function(kind, body, ("x",)) for kind, body in zip(ACTIVATIONS, bodies, strict=True))
-    for kind in GLSL_KINDS:
-        cases = "".join(f"    if (kind == {number}u) return {name}(x);\n" for name, number in ACTIVATIONS.items())
-        text += f"{kind} activate({kind} x, uint kind) {{\n{cases}    return x;\n}}\n"
-    return text
 
 
 class ActivationOp(MapOp):

@@ -11,12 +11,13 @@ import numpy as np
 
 from .. import switches
 from ..dtypes import rounded
+from ..expr_numpy import evaluate
 from ..kernel import Kernel
 from ..matmul_variants import PRECISIONS, SUBGROUP_SIZES, Product, all_variants, rounded_variants
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
 from ..variant_choice import MatmulChooser
-from .activation import activation_reference, check_activation
+from .activation import check_activation
 from .matmul_check import checked
 from .matmul_launch import (
     ALL_PAIRS,
@@ -32,6 +33,7 @@ from .matmul_launch import (
     plan_of,
     run_plan,
 )
+from .matmul_parts import SUM, usual_epilogue
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
@@ -155,12 +157,10 @@ class MatmulOp(Op):
         value = np.matmul(np.swapaxes(a, -1, -2) if trans_a else a, np.swapaxes(b, -1, -2) if trans_b else b)
         if accumulate:
             value = out + value
-        if bias is not None:
-            value = value + bias
-        if activation is not None:
-            value = activation_reference(value, activation)
-        if residual is not None:
-            value = residual + value
+        epilogue = usual_epilogue(bias is not None, activation, residual is not None)
+        if epilogue is not SUM:
+            given = {"sum": value, "bias": bias, "residual": residual}
+            (value,) = evaluate([epilogue], **{name: array for name, array in given.items() if array is not None})
         if out is None:
             return (value,)
         out[...] = value

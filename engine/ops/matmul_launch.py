@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from ..fold import FoldSpec
 from ..kernel import Kernel, read_shader
 from ..matmul_variants import Capabilities, Choice, Product, Variant, tiles_of
 from ..tensor import Tensor
-from .activation import ACTIVATIONS, activation_glsl
+from .activation import ACTIVATIONS
+from .matmul_parts import (
+    HAS_BIAS,
+    HAS_RESIDUAL,
+    SWAPPED,
+    USUAL,
+    Parts,
+    Prologue,
+    kernel_arguments,
+    operands_of,
+    parts_glsl,
+)
 
 if TYPE_CHECKING:
     from ..recorder import Recorder
 
-_ARGS = (
-    "in f32 a, in f32 b, inout f32 c, in f32 bias, in f32 residual, uint m, uint n, uint k, uint batch, uint batch_a, "
-    "uint batch_b, uint a_row, uint a_k, uint b_col, uint b_k, uint c_row, uint c_col, uint tiles_m, uint tiles_n, "
-    "uint activation, uint flags"
-)
-# Without a batch, and with what normalises one operand: 120 bytes.
-_NORM_ARGS = (
-    "in f32 a, in f32 b, inout f32 c, in f32 bias, in f32 residual, in f32 norm_mean, in f32 norm_rstd, "
-    "in f32 norm_weight, in f32 norm_bias, uint m, uint n, uint k, uint a_row, uint a_k, uint b_col, uint b_k, "
-    "uint c_row, uint c_col, uint tiles_m, uint tiles_n, uint activation, uint flags"
-)
-_BIAS, _RESIDUAL, _BIAS_BY_ROW = 1, 2, 4  # bits of `flags`
+_ARGS = kernel_arguments(USUAL)
 # Of k in one dispatch. lavapipe 22.3 silently ends an invocation's loops after 65,535 rounds in all.
 MAX_SLICE = 2**15
 
@@ -40,17 +42,6 @@ class Pairs(NamedTuple):
 
     a: int = 0
     b: int = 0
-
-
-class NormKind(NamedTuple):
-    """A norm that an operand goes through on the way in: number as in shaders/matmul.comp, 1 RMSNorm, 2 LayerNorm.
-
-    of_b: the kernel's B and not its A; along_k: the norm's rows lie along k.
-    """
-
-    number: int
-    of_b: bool
-    along_k: bool
 
 
 ALONG_K, ACROSS = 1, 2  # as in shaders/matmul.comp
@@ -89,7 +80,7 @@ def _workgroup_kernel(name: str, variant: Variant, subgroup_size: int, resumes: 
         "RESUMES": int(resumes),
         "ROUND(x)": _ROUND[variant.precision],
     }
-    text = activation_glsl() + read_shader("matmul_shared.comp")
+    text = parts_glsl(USUAL) + read_shader("matmul_shared.comp")
     if variant.spread == "shared":
         return Kernel(name, text, _ARGS, local_size=128, defines=defines)
     waves_n = 2 if subgroup_size == 32 else 1
@@ -101,7 +92,7 @@ def _workgroup_kernel(name: str, variant: Variant, subgroup_size: int, resumes: 
 
 @cache
 def matmul_kernel(
-    variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = PLAIN, norm: NormKind | None = None
+    variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = PLAIN, parts: Parts = USUAL
 ) -> Kernel:
     """The kernel of a tile for a subgroup size. resumes: sums go on from C; apart, because its loads take compiling."""
     size = "" if variant.spread == "shared" else f"_s{subgroup_size}"
@@ -122,7 +113,7 @@ def matmul_kernel(
         "BATCH": _BATCH,
         "TOUCH_A": _touches(variant.tm) if pairs.a == ACROSS else 0,
         "TOUCH_B": _touches(variant.tn * subgroup_size) if pairs.b == ACROSS else 0,
-        "NORM": norm.number if norm is not None else 0,
+        "PROLOGUE": int(parts.prologue is not None),
         "EACH_ROW(F, x)": _each(variant, "each_row", variant.tm),
         "EACH_COLUMN(F, x)": _each(variant, "each_column", variant.tn),
         "EACH_A(F, x)": _each(variant, "each_a", a_loads),
@@ -130,16 +121,16 @@ def matmul_kernel(
     }
     if variant.spread != "load":
         defines[f"SPREAD_{variant.spread.upper()}"] = 1
-    text = activation_glsl() + read_shader("matmul.comp")
-    subgroups = variant.split if variant.split > 1 else variant.subgroups
     if pairs != PLAIN:
         defines["WORDS64"] = 1
         name += f"_pairs{pairs.a}{pairs.b}"
-    if norm is None:
-        return Kernel(name, text, _ARGS, subgroups=subgroups, defines=defines)
-    defines |= {"NORM_OF_B": int(norm.of_b), "NORM_ALONG_K": int(norm.along_k)}
-    name += f"_{('rms', 'layer')[norm.number - 1]}_norm_of_{'ab'[norm.of_b]}{'_along_k' * norm.along_k}"
-    return Kernel(name, text, _NORM_ARGS, subgroups=subgroups, defines=defines)
+    if parts.prologue is not None:
+        fold, of_b, along_k = parts.prologue
+        defines |= {"PROLOGUE_OF_B": int(of_b)}
+        name += f"_{fold.name}_of_{'ab'[of_b]}{'_along_k' * along_k}"
+    text = parts_glsl(parts) + read_shader("matmul.comp")
+    subgroups = variant.split if variant.split > 1 else variant.subgroups
+    return Kernel(name, text, kernel_arguments(parts), subgroups=subgroups, defines=defines)
 
 
 Address: TypeAlias = Tensor | int  # a tensor, or where it lies
@@ -166,15 +157,6 @@ class Epilogue(NamedTuple):
     accumulate: bool = False
 
 
-class Norm(NamedTuple):
-    """The norm of A (of the product, not of the kernel): x * rstd * weight, or with mean and bias LayerNorm's."""
-
-    rstd: Address
-    weight: Address
-    mean: Address | None = None
-    bias: Address | None = None
-
-
 class Plan(NamedTuple):
     """All of a dispatch that the layout and the choice decide."""
 
@@ -183,7 +165,7 @@ class Plan(NamedTuple):
     num_groups: int
     swapped: bool
     sizes: tuple[int, ...]  # the kernel's scalars from `m` on, k, activation and flags left out
-    norm: NormKind | None = None
+    parts: Parts = USUAL
 
 
 def pairs_of(gpu: Recorder, layout: Layout, choice: Choice) -> Pairs:
@@ -206,13 +188,18 @@ def _pair(batch: int, across: int, along_k: int, size: int) -> int:
 
 
 def plan_of(
-    gpu: Recorder, device: Capabilities, layout: Layout, choice: Choice, pairs: Pairs = PLAIN, norm: int = 0
+    gpu: Recorder,
+    device: Capabilities,
+    layout: Layout,
+    choice: Choice,
+    pairs: Pairs = PLAIN,
+    prologue: FoldSpec | None = None,
 ) -> Plan:
-    """The dispatch that carries out a product with this choice, read in these pairs. norm: 1 RMSNorm of A, 2 LayerNorm
-    (no batch, and no tile of a whole workgroup)."""
+    """The dispatch that carries out a product with this choice, read in these pairs. prologue: of A (no batch, and no
+    tile of a whole workgroup)."""
     variant, (batch, m, n, _) = choice.variant, layout.product
-    kind = NormKind(norm, choice.swapped, layout.a_k != 1) if norm else None
-    kernel = matmul_kernel(variant, gpu.subgroup_size, False, pairs, kind)
+    parts = USUAL if prologue is None else Parts(Prologue(prologue, choice.swapped, layout.a_k != 1))
+    kernel = matmul_kernel(variant, gpu.subgroup_size, False, pairs, parts)
     tiles_m, tiles_n = tiles_of(device, layout.product, choice)
     a, b = (layout.batch_a, layout.a_row, layout.a_k), (layout.batch_b, layout.b_col, layout.b_k)
     rows, columns, c = m, n, (n, 1)
@@ -221,10 +208,10 @@ def plan_of(
     tiles = batch * tiles_m * tiles_n
     if variant.split == 1 and not variant.whole_workgroup:
         tiles = -(-tiles // (kernel.workgroup_size(gpu.subgroup_size, gpu.max_invocations) // gpu.subgroup_size))
-    batched = () if norm else (batch, a[0], b[0])
+    batched = () if prologue is not None else (batch, a[0], b[0])
     sizes = (rows, columns, *batched, *a[1:], *b[1:], *c, tiles_m, tiles_n)
-    more = matmul_kernel(variant, gpu.subgroup_size, True, pairs, kind)
-    return Plan(kernel, more, tiles, choice.swapped, sizes, kind)
+    more = matmul_kernel(variant, gpu.subgroup_size, True, pairs, parts)
+    return Plan(kernel, more, tiles, choice.swapped, sizes, parts)
 
 
 def _after(start: Address, elements: int) -> Address | tuple[Tensor, int]:
@@ -233,11 +220,13 @@ def _after(start: Address, elements: int) -> Address | tuple[Tensor, int]:
     return start + 4 * elements if isinstance(start, int) else (start, 4 * elements)
 
 
-def _norm_pointers(norm: Norm, along_k: bool, begin: int, unused: Address) -> list[Any]:
-    """mean, rstd, weight, bias from element `begin` of those that k goes along."""
-    mean, bias = (unused if x is None else x for x in (norm.mean, norm.bias))
-    rows, columns = (begin, 0) if along_k else (0, begin)
-    return [_after(mean, rows), _after(norm.rstd, rows), _after(norm.weight, columns), _after(bias, columns)]
+def _prologue_pointers(prologue: Prologue | None, operands: Sequence[Address], begin: int) -> list[Any]:
+    """A prologue's operands, from element `begin` on of those that k goes along."""
+    if prologue is None:
+        return []
+    by_k = "value" if prologue.along_k else "column"
+    kinds = [kind for _, kind in operands_of(prologue.fold)]
+    return [_after(x, begin if kind == by_k else 0) for x, kind in zip(operands, kinds, strict=True)]
 
 
 def run_plan(
@@ -248,11 +237,12 @@ def run_plan(
     b: Address,
     c: Address,
     epilogue: Epilogue,
-    norm: Norm | None = None,
+    operands: Sequence[Address] = (),
 ) -> None:
-    """Record a product. norm: where the plan has one."""
+    """Record a product. operands: of the plan's prologue, in order."""
     bias, residual, activation, accumulate = epilogue
-    final = _BIAS * (bias is not None) | _RESIDUAL * (residual is not None) | _BIAS_BY_ROW * plan.swapped
+    swapped = SWAPPED * plan.swapped
+    final = HAS_BIAS * (bias is not None) | HAS_RESIDUAL * (residual is not None) | swapped
     kind = ACTIVATIONS[activation] if activation is not None else 0
     rows, columns, *rest = plan.sizes
     total = layout.product.k
@@ -269,13 +259,13 @@ def run_plan(
             c,
             c if bias is None else bias,
             c if residual is None else residual,
-            *(_norm_pointers(norm, plan.norm.along_k, begin, c) if norm is not None and plan.norm is not None else ()),
+            *_prologue_pointers(plan.parts.prologue, operands, begin),
             rows,
             columns,
             length,
             *rest,
             kind * last,
-            final if last else _BIAS_BY_ROW * plan.swapped,
+            final if last else swapped,
         )
         begin += length
         if last:
