@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,10 @@ def test_recompute_cost_times_the_modes() -> None:
     # At this size the ratio means nothing, so either exit status will do; a crash would print no table.
     for mode in ("plain", "full", "mlp"):
         assert f"\n{mode} " in done.stdout
+
+
+def test_fused_and_materialised_attention_agree() -> None:
+    text = output_of("attention.py", "--seq", "37", "--heads", "2", "--head-dim", "9", "--rounds", "1")
+    found = re.search(r"largest difference of results ([\d.e+-]+)", text)
+    assert found and 0 < float(found.group(1)) < 1e-5  # the same numbers, by other sums
+    assert "\nfused " in text and "\nmaterialised " in text
