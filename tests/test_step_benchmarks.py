@@ -86,3 +86,12 @@ def test_fused_and_materialised_attention_agree() -> None:
     found = re.search(r"largest difference of results ([\d.e+-]+)", text)
     assert found and 0 < float(found.group(1)) < 1e-5  # the same numbers, by other sums
     assert "\nfused " in text and "\nmaterialised " in text
+
+
+def test_device_share_sets_every_kernel_against_the_device() -> None:
+    text = output_of("device_share.py", "--size", "32", "--megabytes", "1", "--rounds", "1")
+    assert re.search(r"^f32 peak [\d,]+ GFLOP/s, copy [\d,.]+ GB/s, tensors of 1 MiB$", text, re.M)
+    shares = dict(re.findall(r"^(\w[\w ]*?) +[\d,.]+ GF?L?O?P?B?/s +([\d.]+)%$", text, re.M))
+    assert shares["copy"] == "100.0"
+    assert {"matmul 32", "add", "softmax", "rms_norm backward", "column_sum"} <= shares.keys()
+    assert all(float(share) > 0 for share in shares.values())
