@@ -6,7 +6,12 @@
 // takes an operand to the precision that was asked for, float32 or a shorter one.
 // MATRIX 1: subgroups multiply fragments of 16 x 16 x 16 by cooperative matrices (SPV_KHR_cooperative_matrix), float16
 // operands and float32 sums, whose order within a fragment is the device's own. WAVES_N: subgroups along the columns.
+
+#if !WITH_EXPR // expr.glsl, where an epilogue brings it, has these
 #include "float_bits.glsl"
+float round_to_half(float x) { return uintBitsToFloat(float_from_half(half_from_float(floatBitsToUint(x)))); }
+float round_to_bfloat(float x) { return uintBitsToFloat(bfloat_from_float(floatBitsToUint(x)) << 16); }
+#endif
 
 // SwiftShader takes minutes to unroll these loops; it gets them as they are.
 #if ROLLED
@@ -26,8 +31,6 @@ shared float sums_of_tile[TILE * TILE];
 #else
 #define ELEMENT float
 #define STAGED(x) ROUND(x)
-float round_to_half(float x) { return uintBitsToFloat(float_from_half(half_from_float(floatBitsToUint(x)))); }
-float round_to_bfloat(float x) { return uintBitsToFloat(bfloat_from_float(floatBitsToUint(x)) << 16); }
 #endif
 
 shared ELEMENT a_tiles[2u * DEPTH * PITCH], b_tiles[2u * DEPTH * PITCH];

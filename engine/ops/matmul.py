@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,14 @@ import numpy as np
 
 from .. import switches
 from ..dtypes import rounded
+from ..expr import Expr
 from ..expr_numpy import evaluate
+from ..expr_walk import topological
+from ..input_checks import require_tensors
 from ..kernel import Kernel
 from ..matmul_variants import PRECISIONS, SUBGROUP_SIZES, Product, all_variants, rounded_variants
 from ..op import Op, register
+from ..step_parameters import StepParameters
 from ..tensor import Tensor, TensorSpec
 from ..variant_choice import MatmulChooser
 from .activation import check_activation
@@ -33,7 +37,7 @@ from .matmul_launch import (
     plan_of,
     run_plan,
 )
-from .matmul_parts import SUM, usual_epilogue
+from .matmul_parts import SUM, OwnEpilogue, needed_shape, own_epilogue, usual_epilogue
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
@@ -83,28 +87,40 @@ def layout_of(a: TensorSpec, b: TensorSpec, trans_a: bool, trans_b: bool) -> Lay
     return Layout(product, shape.stride_a, shape.stride_b, a_row, a_k, b_col, b_k)
 
 
-def _plan(gpu: Recorder, layout: Layout, letters: str, accumulate: bool, precision: str, aligned: bool) -> Plan:
+def _plan(
+    gpu: Recorder,
+    layout: Layout,
+    letters: str,
+    accumulate: bool,
+    precision: str,
+    aligned: bool,
+    own: OwnEpilogue | None = None,
+) -> Plan:
     """Choose a variant that is known to be right, and work out its dispatch. Kept, since steps repeat.
 
-    aligned: both operands start on 8 bytes.
+    aligned: both operands start on 8 bytes. own: the epilogue, where it is not the usual one.
     """
     chooser = MatmulChooser.of(gpu)
-    key = (layout, letters, accumulate, precision, aligned, chooser.forced(), switches.raw("VKFOLD_TUNE"))
+    key = (layout, letters, accumulate, precision, aligned, chooser.forced(), switches.raw("VKFOLD_TUNE"), own)
     plan = chooser.plans.get(key)
     while plan is None:
         choice = chooser.choose(layout.product, letters, precision)
         kinds = {accumulate, accumulate or layout.product.k > MAX_SLICE}
         pairs = pairs_of(gpu, layout, choice) if aligned else PLAIN
         if all(checked(gpu, chooser, choice.variant, resumes, pairs) for resumes in kinds):
-            plan = chooser.plans[key] = plan_of(gpu, chooser.device, layout, choice, pairs)
+            plan = chooser.plans[key] = plan_of(gpu, chooser.device, layout, choice, pairs, epilogue=own)
     return plan
 
 
 class MatmulOp(Op):
-    """Inputs a, b, bias, residual, out (the last three may be None); see `matmul`."""
+    """Inputs a, b, bias, residual, out (the last three may be None), then the operands of `epilogue`; see `matmul`.
+
+    epilogue: instead of the usual one, and then without bias, residual and activation. numbers: those it takes.
+    """
 
     name = "matmul"
     writes = (4,)
+    takes_step = True  # random numbers of an epilogue
 
     def outputs(
         self,
@@ -113,12 +129,14 @@ class MatmulOp(Op):
         bias: TensorSpec | None,
         residual: TensorSpec | None,
         out: TensorSpec | None,
-        *,
+        *operands: TensorSpec,
         trans_a: bool,
         trans_b: bool,
         activation: str | None,
         accumulate: bool,
         precision: str = "float32",
+        epilogue: OwnEpilogue | None = None,
+        numbers: tuple[float, ...] = (),
     ) -> Sequence[TensorSpec]:
         shape = _Shape(a, b, trans_a, trans_b)
         if activation is not None:
@@ -129,15 +147,29 @@ class MatmulOp(Op):
         for name, (spec, needed) in wanted.items():
             if spec is not None and spec != TensorSpec(needed):
                 raise ValueError(f"matmul: {name} is {spec.dtype} {spec.shape}, needed is float32 {needed}")
+        kinds = () if epilogue is None else epilogue.kinds
+        for i, (kind, spec) in enumerate(zip(kinds, operands, strict=True)):
+            if spec != TensorSpec(needed := needed_shape(kind, shape.out)):
+                raise ValueError(f"matmul: operand {i} is {spec.dtype} {spec.shape}, needed is float32 {needed}")
         if out is not None:
             return ()
         if accumulate:
             raise ValueError("matmul: accumulate=True needs out, the tensor to add to")
         return (TensorSpec(shape.out),)
 
-    def flops(self, a: TensorSpec, b: TensorSpec, *rest: Any, trans_a: bool, trans_b: bool, **settings: Any) -> int:
+    def flops(
+        self,
+        a: TensorSpec,
+        b: TensorSpec,
+        *rest: Any,
+        trans_a: bool,
+        trans_b: bool,
+        epilogue: OwnEpilogue | None = None,
+        **settings: Any,
+    ) -> int:
         shape = _Shape(a, b, trans_a, trans_b)
-        return 2 * shape.batch * shape.m * shape.n * shape.k
+        each = 0 if epilogue is None else sum(bool(node.args) for node in topological([epilogue.root]))
+        return shape.batch * shape.m * shape.n * (2 * shape.k + each)
 
     def reference(
         self,
@@ -146,21 +178,25 @@ class MatmulOp(Op):
         bias: Any,
         residual: Any,
         out: Any,
-        *,
+        *operands: Any,
         trans_a: bool,
         trans_b: bool,
         activation: str | None,
         accumulate: bool,
         precision: str = "float32",
+        epilogue: OwnEpilogue | None = None,
+        numbers: tuple[float, ...] = (),
+        step: StepParameters | None = None,
     ) -> Sequence[Any]:
         a, b = rounded(a, precision), rounded(b, precision)
         value = np.matmul(np.swapaxes(a, -1, -2) if trans_a else a, np.swapaxes(b, -1, -2) if trans_b else b)
         if accumulate:
             value = out + value
-        epilogue = usual_epilogue(bias is not None, activation, residual is not None)
-        if epilogue is not SUM:
-            given = {"sum": value, "bias": bias, "residual": residual}
-            (value,) = evaluate([epilogue], **{name: array for name, array in given.items() if array is not None})
+        root = usual_epilogue(bias is not None, activation, residual is not None) if epilogue is None else epilogue.root
+        if root is not SUM:
+            given = {"bias": bias, "residual": residual} if epilogue is None else epilogue.named(operands, numbers)
+            given = {name: array for name, array in given.items() if array is not None}
+            (value,) = evaluate([root], step=step, sum=value, **given)
         if out is None:
             return (value,)
         out[...] = value
@@ -177,16 +213,19 @@ class MatmulOp(Op):
         activation: str | None,
         accumulate: bool,
         precision: str = "float32",
+        epilogue: OwnEpilogue | None = None,
+        numbers: tuple[float, ...] = (),
     ) -> None:
-        a, b, bias, residual, out = inputs
+        a, b, bias, residual, out, *operands = inputs
         assert a is not None and b is not None
         c = outputs[0] if out is None else out
         layout = layout_of(a.spec, b.spec, trans_a, trans_b)
         batch, m, n, _ = layout.product
         if batch * m * n:
             aligned = not (a.address | b.address) & 7
-            plan = _plan(gpu, layout, f"{'NT'[trans_a]}{'NT'[trans_b]}", accumulate, precision, aligned)
-            run_plan(gpu, plan, layout, a, b, c, Epilogue(bias, residual, activation, accumulate))
+            plan = _plan(gpu, layout, f"{'NT'[trans_a]}{'NT'[trans_b]}", accumulate, precision, aligned, epilogue)
+            own = [t for t in operands if t is not None]
+            run_plan(gpu, plan, layout, a, b, c, Epilogue(bias, residual, activation, accumulate, own, numbers))
 
     def kernels(self) -> Iterable[Kernel]:
         for size in SUBGROUP_SIZES:
@@ -213,6 +252,8 @@ def matmul(
     out: Tensor | None = None,
     accumulate: bool = False,
     precision: str = "float32",
+    epilogue: Expr | None = None,
+    operands: Mapping[str, Tensor | float] | None = None,
 ) -> Tensor:
     """residual + activation(a @ b + bias), all float32; parts left out are not there.
 
@@ -227,9 +268,42 @@ def matmul(
     its sums is its own; elsewhere nothing is faster than float32, and what is left of a @ b's relative error is 2^-10
     (float16) or 2^-7 (bfloat16) of |a| @ |b|. Never chosen unless asked for.
 
-    Raises ValueError for shapes or types that do not fit, for accumulate without out, and for an out that overlaps an
-    input.
+    epilogue: what is stored instead, an expression of SUM (a @ b), of BIAS and RESIDUAL where those are given, and of
+    any other names, whose values are `operands`: a tensor of C's shape, of [n] (a number a column), of [..., m, 1] (a
+    number a row) or of one element; a number; for a `whole` an integer. Random numbers are those of C's elements. Its
+    kernels are compiled at first use and kept in the cache folder; other numbers or shapes need no others. 128 bytes of
+    arguments hold 5 tensors, or 4 and two numbers.
+
+        gated = engine.matmul(x, w, epilogue=SUM * logistic(variable("gate")), operands={"gate": gate})
+
+    Raises ValueError for shapes or types that do not fit, for accumulate without out, for an out that overlaps an
+    input, and for an epilogue with an activation, without SUM, or with other names than there are values.
     """
+    if epilogue is not None or operands:
+        require_tensors("matmul", a=a, b=b)
+        if activation is not None:
+            raise ValueError(
+                f"matmul: epilogue and activation={activation!r}: make the activation part of the epilogue"
+            )
+        given: dict[str, Tensor | float] = dict(operands or {})
+        for name, tensor in (("bias", bias), ("residual", residual)):
+            if name in given:
+                raise ValueError(f"matmul: operands has {name!r}, which is an argument of its own: {name}=...")
+            if tensor is not None:
+                given[name] = tensor
+        form, tensors, numbers = own_epilogue(epilogue, given, _Shape(a.spec, b.spec, trans_a, trans_b).out)
+        made = engine.execute(
+            MATMUL,
+            (a, b, None, None, out, *tensors),
+            trans_a=trans_a,
+            trans_b=trans_b,
+            activation=None,
+            accumulate=accumulate,
+            precision=precision,
+            epilogue=form,
+            numbers=numbers,
+        )
+        return made[0] if out is None else out
     made = engine.execute(
         MATMUL,
         (a, b, bias, residual, out),

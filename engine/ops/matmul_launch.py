@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -14,13 +15,16 @@ from .activation import ACTIVATIONS
 from .matmul_parts import (
     HAS_BIAS,
     HAS_RESIDUAL,
+    LAST,
     SWAPPED,
     USUAL,
+    OwnEpilogue,
     Parts,
     Prologue,
     kernel_arguments,
     operands_of,
     parts_glsl,
+    parts_includes,
 )
 
 if TYPE_CHECKING:
@@ -72,22 +76,24 @@ _MATRIX_EXTENSIONS = (
 _ROUND = {"float32": "(x)", "float16": "round_to_half(x)", "bfloat16": "round_to_bfloat(x)"}
 
 
-def _workgroup_kernel(name: str, variant: Variant, subgroup_size: int, resumes: bool) -> Kernel:
+def _workgroup_kernel(name: str, variant: Variant, subgroup_size: int, resumes: bool, parts: Parts) -> Kernel:
     """The kernel of a tile of a whole workgroup."""
     defines: dict[str, int | float | str] = {
         "MATRIX": 0,
         "ROLLED": int(variant.written),
         "RESUMES": int(resumes),
         "ROUND(x)": _ROUND[variant.precision],
+        "WITH_EXPR": int("expr.glsl" in parts_includes(parts)),
     }
-    text = parts_glsl(USUAL) + read_shader("matmul_shared.comp")
+    text = parts_glsl(parts) + read_shader("matmul_shared.comp")
     if variant.spread == "shared":
-        return Kernel(name, text, _ARGS, local_size=128, defines=defines)
+        return Kernel(name, text, kernel_arguments(parts), local_size=128, defines=defines)
     waves_n = 2 if subgroup_size == 32 else 1
     defines |= {"MATRIX": 1, "WAVES_N": waves_n, "FRAGMENTS_M": 2, "FRAGMENTS_N": 4 // waves_n}
     text = "#pragma use_vulkan_memory_model\n" + text
     subgroups = 128 // subgroup_size
-    return Kernel(name, text, _ARGS, subgroups=subgroups, defines=defines, extensions=_MATRIX_EXTENSIONS)
+    arguments = kernel_arguments(parts)
+    return Kernel(name, text, arguments, subgroups=subgroups, defines=defines, extensions=_MATRIX_EXTENSIONS)
 
 
 @cache
@@ -97,8 +103,10 @@ def matmul_kernel(
     """The kernel of a tile for a subgroup size. resumes: sums go on from C; apart, because its loads take compiling."""
     size = "" if variant.spread == "shared" else f"_s{subgroup_size}"
     name = f"matmul_{variant.name}{size}{'_more' * resumes}"
+    if parts.epilogue is not None:  # profiles tell one from another
+        name += f"_{hashlib.sha256(parts_glsl(parts).encode()).hexdigest()[:8]}"
     if variant.whole_workgroup:
-        return _workgroup_kernel(name, variant, subgroup_size, resumes)
+        return _workgroup_kernel(name, variant, subgroup_size, resumes, parts)
     a_loads = variant.tm if variant.spread == "load" else -(-variant.tm // subgroup_size)
     defines: dict[str, int | float | str] = {
         "SIZE": subgroup_size,
@@ -149,12 +157,17 @@ class Layout(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What follows the sum: residual + activation(sum + bias); accumulate: the sum goes on from C."""
+    """What follows the sum: residual + activation(sum + bias); accumulate: the sum goes on from C.
+
+    operands, numbers: of the plan's own epilogue, where it has one, in order.
+    """
 
     bias: Address | None = None
     residual: Address | None = None
     activation: str | None = None
     accumulate: bool = False
+    operands: Sequence[Address] = ()
+    numbers: Sequence[float] = ()
 
 
 class Plan(NamedTuple):
@@ -194,11 +207,12 @@ def plan_of(
     choice: Choice,
     pairs: Pairs = PLAIN,
     prologue: FoldSpec | None = None,
+    epilogue: OwnEpilogue | None = None,
 ) -> Plan:
     """The dispatch that carries out a product with this choice, read in these pairs. prologue: of A (no batch, and no
-    tile of a whole workgroup)."""
+    tile of a whole workgroup). epilogue: instead of the usual one."""
     variant, (batch, m, n, _) = choice.variant, layout.product
-    parts = USUAL if prologue is None else Parts(Prologue(prologue, choice.swapped, layout.a_k != 1))
+    parts = Parts(None if prologue is None else Prologue(prologue, choice.swapped, layout.a_k != 1), epilogue)
     kernel = matmul_kernel(variant, gpu.subgroup_size, False, pairs, parts)
     tiles_m, tiles_n = tiles_of(device, layout.product, choice)
     a, b = (layout.batch_a, layout.a_row, layout.a_k), (layout.batch_b, layout.b_col, layout.b_k)
@@ -240,9 +254,13 @@ def run_plan(
     operands: Sequence[Address] = (),
 ) -> None:
     """Record a product. operands: of the plan's prologue, in order."""
-    bias, residual, activation, accumulate = epilogue
+    bias, residual, activation, accumulate, own_operands, numbers = epilogue
     swapped = SWAPPED * plan.swapped
-    final = HAS_BIAS * (bias is not None) | HAS_RESIDUAL * (residual is not None) | swapped
+    if plan.parts.epilogue is None:
+        own_operands = (c if bias is None else bias, c if residual is None else residual)
+        last_flags = HAS_BIAS * (bias is not None) | HAS_RESIDUAL * (residual is not None) | swapped
+    else:
+        last_flags = LAST | swapped
     kind = ACTIVATIONS[activation] if activation is not None else 0
     rows, columns, *rest = plan.sizes
     total = layout.product.k
@@ -257,15 +275,15 @@ def run_plan(
             first_b if plan.swapped else first_a,
             first_a if plan.swapped else first_b,
             c,
-            c if bias is None else bias,
-            c if residual is None else residual,
+            *own_operands,
             *_prologue_pointers(plan.parts.prologue, operands, begin),
             rows,
             columns,
             length,
             *rest,
-            kind * last,
-            final if last else swapped,
+            *((kind * last,) if plan.parts.epilogue is None else ()),
+            last_flags if last else swapped,
+            *numbers,
         )
         begin += length
         if last:
