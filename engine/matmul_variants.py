@@ -106,6 +106,11 @@ class Choice(NamedTuple):
         """For example "shuffle_32x8u2" or "shuffle_16x8u2_swapped"."""
         return self.variant.name + "_swapped" * self.swapped
 
+    @property
+    def barred_as(self) -> str:
+        """What is barred when its kernel is wrong."""
+        return self.variant.name
+
 
 class Product(NamedTuple):
     """Sizes of a product: batch x [m, k] x [k, n]."""

@@ -1,26 +1,23 @@
-"""Measures the variants of a product on the device and puts the times into its table, where the choice finds them.
+"""Measures the variants of a call on the device, in turns, for the table where the choice finds them.
 
-Only variants of the product's own accumulation order take part: tuning changes time and never bits.
+Only variants of the call's own accumulation order take part: tuning changes time and never bits. What a call is, an op
+says: `ops/matmul_tuner.py`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import NamedTuple
 
-from .matmul_variants import Choice, candidates, estimate
-from .ops.matmul_check import checked
-from .ops.matmul_launch import Epilogue, Layout, pairs_of, plan_of, run_plan
 from .recorder import Recorder
 from .switches import logger
-from .variant_choice import MatmulChooser, tuning_key
+from .variant_choice import V, VariantChooser
 from .vulkan_api import QueryPool
 
-_WORTH = 4.0  # candidates whose estimate, or first time, is more than this many times the least are left out
-_HALF = 0x3F000000  # 0.5 in float32: what operands are filled with
-_SHORTEST = 2e-4  # seconds of one measurement: shorter products are repeated
+WORTH = 4.0  # variants whose estimate, or first time, is more than this many times the least are left out
+HALF = 0x3F000000  # 0.5 in float32: what operands are filled with
+_SHORTEST = 2e-4  # seconds of one measurement: shorter calls are repeated
 
 
 class Timer:
@@ -57,7 +54,7 @@ class Timer:
 
 
 class Measured(NamedTuple):
-    """What tuning one product gave: variant -> seconds, of all that were worth measuring; best: the fastest."""
+    """What tuning one call gave: variant -> seconds, of all that were worth measuring; best: the fastest."""
 
     key: str
     seconds: dict[str, float]
@@ -68,65 +65,44 @@ class Measured(NamedTuple):
         return min(self.seconds, key=lambda name: self.seconds[name])
 
 
-def tune_product(gpu: Recorder, layout: Layout, letters: str, *, rounds: int = 5) -> Measured:
-    """Measure a product's candidates in turns, `rounds` times each after one to compile; keep the least:
-    whatever else the machine does only adds.
+def measure_in_turns(
+    gpu: Recorder, choices: Sequence[V], record: Callable[[V], None], *, rounds: int
+) -> dict[str, float]:
+    """Least seconds of each choice, measured in turns, `rounds` times each after one to compile: whatever else the
+    machine does only adds. Those that are hopeless at first sight are left out.
 
-    letters: NN, NT, TN or TT, as in the table's key. Every candidate is compared with the base variant first, and left
-    out when barred. Takes device memory for the operands. Raises OutOfDeviceMemoryError where there is too little.
+    gpu: a recorder aside, that `record` records one call of a choice with.
     """
-    chooser = MatmulChooser.of(gpu)
-    product = layout.product
-    choices = candidates(chooser.device, product)
-    estimates = {choice: estimate(chooser.device, product, choice) for choice in choices}
-    worth = [choice for choice in choices if estimates[choice] <= _WORTH * min(estimates.values())]
-    usable = [choice for choice in worth if choice.variant.name not in chooser.table.barred]
-    usable = [choice for choice in usable if checked(gpu, chooser, choice.variant, False)]
-    times = measure(gpu, layout, usable, rounds=rounds)
-    measured = Measured(tuning_key(product, letters), times)
-    if times:
-        chooser.table.note_times(measured.key, times)
-        chooser.plans.clear()
-        logger.info("%s: tuned, %s is the fastest of %d", measured.key, measured.best, len(times))
-    return measured
+    timer = Timer(gpu)
 
+    def once(choice: V, repeats: int) -> float:
+        def several() -> None:
+            for _ in range(repeats):
+                record(choice)
 
-def measure(gpu: Recorder, layout: Layout, choices: Sequence[Choice], *, rounds: int) -> dict[str, float]:
-    """Least seconds of each choice, measured in turns; those that are hopeless at first sight are left out."""
-    device = MatmulChooser.of(gpu).device
-    batch, m, n, k = layout.product
-    with ExitStack() as stack:
-        aside = gpu.aside()
-        timer = Timer(aside)
-        stack.callback(aside.close)
-        stack.callback(timer.close)
-        places = []
-        for elements in (layout.batch_a * (batch - 1) + m * k, layout.batch_b * (batch - 1) + k * n, batch * m * n):
-            nbytes = 4 * max(1, elements)
-            buffer = gpu.device.create_buffer(nbytes, host_visible=False)
-            stack.callback(gpu.device.destroy_buffer, buffer)
-            aside.fill_buffer(buffer, 0, nbytes, _HALF)
-            places.append(buffer.address)
-        aside.op_work = 2.0 * layout.product.work
+        return timer.seconds(several) / repeats
 
-        def once(choice: Choice, repeats: int) -> float:
-            plan = plan_of(aside, device, layout, choice, pairs_of(gpu, layout, choice))
-
-            def record() -> None:
-                for _ in range(repeats):
-                    run_plan(aside, plan, layout, places[0], places[1], places[2], Epilogue())
-
-            return timer.seconds(record) / repeats
-
-        first: dict[Choice, float] = {}
+    try:
+        first: dict[str, float] = {}
         for choice in choices:
             once(choice, 1)  # compiles
-            first[choice] = min(once(choice, 1), once(choice, 1))
+            first[choice.name] = min(once(choice, 1), once(choice, 1))
         least = min(first.values(), default=0.0)
-        kept = [choice for choice in choices if first[choice] <= _WORTH * least]
+        kept = [choice for choice in choices if first[choice.name] <= WORTH * least]
         repeats = 1 + int(_SHORTEST / max(least, 1e-7))
-        samples: dict[Choice, list[float]] = {choice: [] for choice in kept}
+        samples: dict[str, list[float]] = {choice.name: [] for choice in kept}
         for _ in range(rounds):
             for choice in kept:
-                samples[choice].append(once(choice, repeats))
-        return {choice.name: min(seconds) for choice, seconds in samples.items()}
+                samples[choice.name].append(once(choice, repeats))
+        return {name: min(seconds) for name, seconds in samples.items()}
+    finally:
+        timer.close()
+
+
+def keep_times(chooser: VariantChooser[V], measured: Measured) -> Measured:
+    """Put what was measured into the chooser's table, for its next choice; returns it."""
+    if measured.seconds:
+        chooser.table.note_times(measured.key, measured.seconds)
+        chooser.plans.clear()
+        logger.info("%s: tuned, %s is the fastest of %d", measured.key, measured.best, len(measured.seconds))
+    return measured

@@ -1,7 +1,8 @@
 """What is known of a device's kernel variants, kept on disk: those checked, those barred, what tuning measured.
 
-One file a device and driver and version of the kernels, in the cache folder under `tuning/`; its name holds all three
-and its content repeats them for people. A file that is missing, damaged or of another shape counts as empty.
+One file a family of kernels, their version, device and driver, in the cache folder under `tuning/`; its name holds
+them all and its content repeats them for people. A file that is missing, damaged or of another shape counts as empty.
+Programs that run at the same time add to one file.
 """
 
 from __future__ import annotations
@@ -29,17 +30,21 @@ class TuningTable:
         self.checked: set[str] = set()
         self.barred: dict[str, str] = {}
         self.times: dict[str, dict[str, float]] = {}
-        if path is not None:
-            self._load(path)
+        self.load()
 
     @classmethod
-    def of_device(cls, device: PhysicalDevice, kernel_hash: str) -> TuningTable:
-        """The table of a device and its driver (UUID, name and version) for kernels with this hash."""
+    def of_device(cls, device: PhysicalDevice, family: str, kernel_hash: str) -> TuningTable:
+        """The table of a device and its driver (UUID, name and version) for a family of kernels with this hash."""
         driver = f"{device.driver_name} {device.driver_info} {device.driver_version:#x}"
-        about = {"device": device.name, "uuid": device.uuid, "driver": driver, "kernels": kernel_hash}
-        return cls(switches.cache_folder() / "tuning" / f"{device.driver_key}-{kernel_hash}.json", about)
+        about = {"device": device.name, "uuid": device.uuid, "driver": driver, "kernels": f"{family} {kernel_hash}"}
+        name = f"{device.driver_key}-{family}-{kernel_hash}.json"
+        return cls(switches.cache_folder() / "tuning" / name, about)
 
-    def _load(self, path: Path) -> None:
+    def load(self) -> None:
+        """Add what the file holds, which may be more than when it was last read."""
+        path = self.path
+        if path is None:
+            return
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] != FORMAT or data["about"] != self.about:
@@ -55,9 +60,11 @@ class TuningTable:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             switches.logger.warning("tuning file %s is not used: %s", path, error)
             return
-        self.checked, self.barred, self.times = checked, barred, times
+        self.checked |= checked
+        self.barred |= barred
+        self.times |= times
 
-    def save(self) -> None:
+    def _save(self) -> None:
         """Write the file, whole or not at all; a cache that cannot be written is no error."""
         if self.path is None:
             return
@@ -72,15 +79,18 @@ class TuningTable:
 
     def note_checked(self, kernel: str) -> None:
         """A kernel agreed with the base variant."""
+        self.load()
         self.checked.add(kernel)
-        self.save()
+        self._save()
 
     def bar(self, variant: str, reason: str) -> None:
         """Never use a variant again on this device with this driver."""
+        self.load()
         self.barred[variant] = reason
-        self.save()
+        self._save()
 
     def note_times(self, key: str, seconds: dict[str, float]) -> None:
         """Put down what tuning measured for one op and shape, in place of what was there."""
+        self.load()
         self.times[key] = dict(seconds)
-        self.save()
+        self._save()

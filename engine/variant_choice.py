@@ -1,186 +1,196 @@
 """The choice of a kernel variant: forced, else measured, else estimated; and the log line that says why.
 
-`select` is the pure function: op, shape, device capabilities and the device's table of measurements decide.
+`select` is the pure function. What a family has for a shape and device, and what is taken of it where nothing was
+measured, is in `matmul_variants.py`; its chooser is in `matmul_choice.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from . import switches
 from .errors import BadInputError, VkfoldError
 from .kernel import SHADER_DIR
-from .matmul_variants import (
-    Capabilities,
-    Choice,
-    Product,
-    all_variants,
-    candidates,
-    estimate,
-    least_estimate,
-    rounded_choices,
-    variants,
-)
+from .matmul_variants import Capabilities
 from .variant_cache import TuningTable
 
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-_forced: list[str] = []
+
+class AnyVariant(Protocol):
+    """What the choice knows of a variant. name: as it is forced, measured and logged; barred_as: as it is barred."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def barred_as(self) -> str: ...
 
 
-@contextmanager
-def forced_variant(name: str) -> Iterator[None]:
-    """Every matmul launched inside uses the variant of this name. For tests and measurements.
-
-    The engine may launch an op some calls late: end the batch or download results inside.
-    """
-    _forced.append(name)
-    try:
-        yield
-    finally:
-        _forced.pop()
+V = TypeVar("V", bound=AnyVariant)
 
 
-OPS_WITH_VARIANTS = ("matmul",)
-
-
-def forced_by_switch(op: str, text: str) -> str:
-    """The variant VKFOLD_VARIANT names for an op ("op=variant", several with commas), "" for none.
-
-    Raises BadInputError for a part without "=", or an op that has no variants.
-    """
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, variant = part.partition("=")
-        if not equals:
-            raise BadInputError(f"VKFOLD_VARIANT={text}: {part!r} has no '='; write op=variant, for example matmul=...")
-        if name.strip() not in OPS_WITH_VARIANTS:
-            known = ", ".join(OPS_WITH_VARIANTS)
-            raise BadInputError(f"VKFOLD_VARIANT={text}: {name.strip()!r} has no variants; these ops have: {known}")
-        if name.strip() == op:
-            return variant.strip()
-    return ""
-
-
-def tuning_key(product: Product, layout: str) -> str:
-    """How a product is called in a table. layout: NN, NT, TN or TT."""
-    return f"matmul {'x'.join(map(str, product))} {layout}"
-
-
-class Selection(NamedTuple):
+@dataclass(frozen=True)
+class Selection(Generic[V]):
     """A choice, and why it was made."""
 
-    choice: Choice
+    choice: V
     why: str
 
 
-def select(device: Capabilities, product: Product, key: str, table: TuningTable, tuned: bool = True) -> Selection:
-    """The fastest measured candidate that is not barred, else (nothing measured, or tuned False) the least estimate.
+def select(
+    key: str,
+    candidates: Sequence[V],
+    unmeasured: Callable[[Sequence[V]], Selection[V]],
+    table: TuningTable,
+    tuned: bool = True,
+) -> Selection[V]:
+    """The fastest candidate measured under `key` that is not barred, else (none was, or tuned False) `unmeasured` of
+    those that are not barred.
 
     Raises VkfoldError when every candidate is barred.
     """
-    usable = [choice for choice in candidates(device, product) if choice.variant.name not in table.barred]
+    usable = [choice for choice in candidates if choice.barred_as not in table.barred]
     if not usable:
-        raise VkfoldError(
-            f"every variant of matmul for {'x'.join(map(str, product))} is barred on this device: "
-            + "; ".join(f"{name}: {reason}" for name, reason in table.barred.items())
-        )
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in table.barred.items())
+        raise VkfoldError(f"every variant of {key} is barred on this device: {reasons}")
     seconds = table.times.get(key, {}) if tuned else {}
     measured = [choice for choice in usable if choice.name in seconds]
     if measured:
         best = min(measured, key=lambda choice: seconds[choice.name])
         return Selection(best, f"measured {1e3 * seconds[best.name]:.3g} ms, the least of {len(measured)}")
-    best = least_estimate(device, product, usable)
-    return Selection(best, f"least estimate of {len(usable)}, {estimate(device, product, best) / 1e6:.3g} ms")
+    return unmeasured(usable)
+
+
+# -- forcing -----------------------------------------------------------------------------------------------------------
+# what VKFOLD_VARIANT may name -> the ops whose variants that forces
+OPS_WITH_VARIANTS: dict[str, tuple[str, ...]] = {
+    "matmul": ("matmul",),
+}
+_forced: list[tuple[str, str]] = []
+
+
+@contextmanager
+def forced_variant(name: str, op: str = "matmul") -> Iterator[None]:
+    """Every launch of the op (a key of OPS_WITH_VARIANTS) inside uses this variant. For tests and measurements.
+
+    The engine may launch an op some calls late: end the batch or download results inside.
+    """
+    _forced.extend((one, name) for one in OPS_WITH_VARIANTS[op])
+    try:
+        yield
+    finally:
+        del _forced[-len(OPS_WITH_VARIANTS[op]) :]
 
 
 @cache
-def _kernel_hash() -> str:
-    """Of the files that make the kernels of matmul: what was measured or checked with others does not count."""
-    here = Path(__file__).parent
-    shaders = ("matmul.comp", "matmul_shared.comp", "float_bits.glsl", "exp.glsl", "expr.glsl")
-    makers = ("matmul_variants", "ops/matmul_launch", "ops/matmul_parts", "ops/activation")
-    printers = ("expr_glsl", "expr_walk", "expr_simplify", "kernel", "spirv", "glsl_compiler")
-    files = [*(SHADER_DIR / name for name in shaders), *(here / f"{name}.py" for name in (*makers, *printers))]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
+def forced_by_switch(text: str) -> Mapping[str, str]:
+    """op -> variant, from the text of VKFOLD_VARIANT ("op=variant", several with commas; of two the later counts).
+
+    Raises BadInputError for a part without "=", or an op that has no variants.
+    """
+    forced: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, variant = (word.strip() for word in part.partition("="))
+        if not equals:
+            raise BadInputError(f"VKFOLD_VARIANT={text}: {part!r} has no '='; write op=variant, for example matmul=...")
+        if name not in OPS_WITH_VARIANTS:
+            known = ", ".join(OPS_WITH_VARIANTS)
+            raise BadInputError(f"VKFOLD_VARIANT={text}: {name!r} has no variants; these ops have: {known}")
+        forced |= dict.fromkeys(OPS_WITH_VARIANTS[name], variant)
+    return forced
 
 
-class MatmulChooser:
-    """Chooses for one recorder. plans: what was worked out, by shape; table: what is known of the device's variants."""
+# -- choosing ----------------------------------------------------------------------------------------------------------
+C = TypeVar("C", bound="VariantChooser[Any]")
 
-    _all: ClassVar[WeakKeyDictionary[Any, MatmulChooser]] = WeakKeyDictionary()
+
+class VariantChooser(Generic[V]):
+    """Chooses the variants of a family of kernels for one recorder; a subclass for each family.
+
+    plans: what was worked out, by shape. table: what is known of the device's variants. reasons: what a variant is
+    barred as, which is a piece of its kernels' names -> name -> why it was last chosen.
+    """
+
+    family: ClassVar[str]  # as the table is called
+    ops: ClassVar[tuple[str, ...]]  # that are forced apart
+    _all: ClassVar[WeakKeyDictionary[Any, dict[type, Any]]] = WeakKeyDictionary()
 
     def __init__(self, device: Capabilities, table: TuningTable) -> None:
         self.device = device
         self.table = table
-        self.plans: dict[Any, Any] = {}
-        self.reasons: dict[str, str] = {}  # variant -> why it was last chosen
-        self._switch = ""  # VKFOLD_VARIANT as last read, and what it means
-        self._switched = ""
+        self.plans: dict[Hashable, Any] = {}
+        self.reasons: dict[str, dict[str, str]] = {}
 
     @classmethod
-    def of(cls, gpu: Recorder) -> MatmulChooser:
+    def of(cls: type[C], gpu: Recorder) -> C:
         """The chooser of a recorder."""
-        found = cls._all.get(gpu)
+        choosers = VariantChooser._all.get(gpu)
+        if choosers is None:
+            choosers = VariantChooser._all[gpu] = {}
+        found: C | None = choosers.get(cls)
         if found is None:
-            table = TuningTable.of_device(gpu.device.physical, _kernel_hash())
-            found = cls._all[gpu] = cls(Capabilities.of(gpu), table)
+            table = TuningTable.of_device(gpu.device.physical, cls.family, cls.kernel_hash())
+            found = choosers[cls] = cls(Capabilities.of(gpu), table)
         return found
 
-    def forced(self) -> str:
-        """Name of the forced variant, "" for none."""
-        if _forced:
-            return _forced[-1]
-        text = switches.raw("VKFOLD_VARIANT")
-        if text != self._switch:
-            self._switch, self._switched = text, forced_by_switch("matmul", text)
-        return self._switched
+    @classmethod
+    def kernel_hash(cls) -> str:
+        """Of what makes the kernels: what was measured or checked with others does not count."""
+        raise NotImplementedError
+
+    def named(self, name: str) -> V:
+        """The choice with this name. Raises BadInputError, listing what there is, for one that does not exist."""
+        raise NotImplementedError
+
+    def forced(self, op: str = "") -> str:
+        """Name of the forced variant of an op, by default the family's first; "" for none."""
+        op = op or self.ops[0]
+        for one, name in reversed(_forced):
+            if one == op:
+                return name
+        return forced_by_switch(switches.raw("VKFOLD_VARIANT")).get(op, "")
 
     def check_forced(self) -> None:
         """Raises BadInputError when VKFOLD_VARIANT names a variant that this device does not have."""
-        if name := self.forced():
-            self.named(name)
+        for op in self.ops:
+            if name := self.forced(op):
+                self.named(name)
 
-    def choose(self, product: Product, layout: str = "NN", precision: str = "float32") -> Choice:
-        """The variant for a product.
+    def forced_choice(self, choice: V) -> Selection[V]:
+        """Of a choice that is forced. Raises VkfoldError when it is barred."""
+        if choice.barred_as in self.table.barred:
+            reason = self.table.barred[choice.barred_as]
+            raise VkfoldError(f"{self.family} variant {choice.name} is forced and barred: {reason}")
+        return Selection(choice, "forced")
 
-        Raises BadInputError for a forced one that there is not, VkfoldError for a barred one.
-        """
-        name = self.forced() if precision == "float32" else ""
-        if precision != "float32":
-            usable = [c for c in rounded_choices(self.device, precision) if c.variant.name not in self.table.barred]
-            if not usable:
-                raise VkfoldError(f"matmul in {precision} is barred on this device: {self.table.barred}")
-            choice, why = usable[0], f"{precision} was asked for"
-        elif name:
-            choice, why = self.named(name), "forced"
-            if choice.variant.name in self.table.barred:
-                raise VkfoldError(
-                    f"matmul variant {name} is forced and barred: {self.table.barred[choice.variant.name]}"
-                )
-        else:
-            tuned = switches.get("VKFOLD_TUNE")
-            choice, why = select(self.device, product, tuning_key(product, layout), self.table, tuned)
-        self.reasons[choice.name] = why
-        switches.logger.info("%s: %s (%s)", tuning_key(product, layout), choice.name, why)
+    def note(self, key: str, selection: Selection[V]) -> V:
+        """Log a choice and keep its reason; returns it."""
+        choice = selection.choice
+        self.reasons.setdefault(choice.barred_as, {})[choice.name] = selection.why
+        switches.logger.info("%s: %s (%s)", key, choice.name, selection.why)
         return choice
 
     def bar(self, variant: str, reason: str) -> None:
         """Never use a variant again on this device: in this process and, by the table, in later ones."""
         self.table.bar(variant, reason)
         self.plans.clear()
-        switches.logger.warning("matmul variant %s is barred on this device: %s", variant, reason)
+        switches.logger.warning("%s variant %s is barred on this device: %s", self.family, variant, reason)
 
-    def named(self, name: str) -> Choice:
-        """The choice with this name. Raises BadInputError, listing what there is, for one that does not exist."""
-        family = dict.fromkeys((*variants(self.device), *all_variants(self.device.subgroup_size)))
-        choices = {c.name: c for v in family for c in (Choice(v), Choice(v, True))}
-        if name not in choices:
-            raise BadInputError(f"no matmul variant {name!r}: this device has {', '.join(v.name for v in family)}")
-        return choices[name]
+
+def hash_of_files(names: Sequence[str]) -> str:
+    """Of shaders ("matmul.comp") and modules of engine/ ("ops/matmul_launch.py"), and of all that prints and compiles
+    kernels."""
+    printers = ("expr_glsl.py", "expr_walk.py", "expr_simplify.py", "kernel.py", "spirv.py", "glsl_compiler.py")
+    here = Path(__file__).parent
+    folders = {True: here, False: SHADER_DIR}
+    files = [folders[name.endswith(".py")] / name for name in (*names, *printers)]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]

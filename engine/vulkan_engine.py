@@ -28,7 +28,7 @@ from .replay_stats import ReplayStats
 from .step_parameters import StepParameters
 from .tensor import Storage, Tensor
 from .transfer_queue import TransferQueue
-from .variant_choice import MatmulChooser
+from .variant_families import check_forced
 from .vulkan_api import Buffer, Device, Instance
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class VulkanEngine(PooledEngine):
         self.recorder = Recorder(self.device)
         if switches.raw("VKFOLD_VARIANT"):
             try:
-                MatmulChooser.of(self.recorder).check_forced()
+                check_forced(self.recorder)
             except BaseException:
                 self.recorder.close()
                 self.device.destroy()

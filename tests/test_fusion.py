@@ -13,11 +13,12 @@ from vkfold.engine.expr import logistic, maximum, variables
 from vkfold.engine.fold import FoldSpec
 from vkfold.engine.fusion import Fusion
 from vkfold.engine.fusion_map_op import FusedMapOp
+from vkfold.engine.matmul_choice import MatmulChooser
 from vkfold.engine.matmul_variants import variants
 from vkfold.engine.ops.matmul_prologue import MATMUL_PROLOGUE
 from vkfold.engine.ops.rms_norm import RMS_NORM
 from vkfold.engine.tensor import Tensor
-from vkfold.engine.variant_choice import MatmulChooser, forced_variant
+from vkfold.engine.variant_choice import forced_variant
 from vkfold.engine.vulkan_engine import VulkanEngine
 from vkfold.nn import GPTConfig, GPTModel
 from vkfold.nn.optimizers import AdamW

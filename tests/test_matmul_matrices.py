@@ -13,12 +13,12 @@ import pytest
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.errors import VulkanError
 from vkfold.engine.kernel import Kernel
+from vkfold.engine.matmul_choice import MatmulChooser
 from vkfold.engine.matmul_variants import Variant, rounded_choices
 from vkfold.engine.ops import matmul_launch
 from vkfold.engine.ops.matmul_launch import PLAIN, Pairs, matmul_kernel
 from vkfold.engine.ops.matmul_parts import USUAL, Parts
 from vkfold.engine.physical_device import PhysicalDevice
-from vkfold.engine.variant_choice import MatmulChooser
 from vkfold.engine.vulkan_binding import binding
 from vkfold.engine.vulkan_describe import _matrix_shapes
 from vkfold.engine.vulkan_engine import VulkanEngine

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from vkfold.engine.matmul_choice import MatmulChooser
 from vkfold.engine.matmul_variants import Capabilities, Choice, Product, Variant, variants
 from vkfold.engine.ops.matmul import MATMUL
 from vkfold.engine.ops.matmul_launch import (
@@ -22,7 +23,7 @@ from vkfold.engine.ops.matmul_launch import (
     pairs_of,
 )
 from vkfold.engine.tensor import Tensor
-from vkfold.engine.variant_choice import MatmulChooser, forced_variant
+from vkfold.engine.variant_choice import forced_variant
 from vkfold.engine.vulkan_engine import VulkanEngine
 
 LARGE = Variant("shuffle", 32, 8, 2)

@@ -13,6 +13,7 @@ import pytest
 from vkfold.engine.compute_engine import ComputeEngine
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.errors import BadInputError
+from vkfold.engine.matmul_choice import MatmulChooser
 from vkfold.engine.matmul_variants import (
     Capabilities,
     Choice,
@@ -32,7 +33,7 @@ from vkfold.engine.ops import matmul as matmul_op
 from vkfold.engine.ops.matmul_launch import PLAIN, matmul_kernel
 from vkfold.engine.physical_device import PhysicalDevice
 from vkfold.engine.tensor import Tensor
-from vkfold.engine.variant_choice import MatmulChooser, forced_by_switch, forced_variant
+from vkfold.engine.variant_choice import forced_by_switch, forced_variant
 from vkfold.engine.vulkan_engine import VulkanEngine
 
 from .op_checks import EPS32
@@ -188,9 +189,9 @@ def test_forcing(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         chooser.forced()
     monkeypatch.delenv("VKFOLD_VARIANT")
     assert chooser.forced() == ""
-    assert forced_by_switch("matmul", "") == ""
+    assert forced_by_switch("") == {}
     with pytest.raises(BadInputError, match="'matmull' has no variants; these ops have: matmul"):
-        forced_by_switch("matmul", "matmull=b,")
+        forced_by_switch("matmul=a, matmull=b,")
 
 
 def test_few_kernels() -> None:

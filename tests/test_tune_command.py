@@ -15,38 +15,51 @@ from vkfold.engine.compute_engine import ComputeEngine
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.errors import BadInputError
 from vkfold.engine.matmul_variants import Product
-from vkfold.engine.tensor import Tensor
-from vkfold.tools import kernel_lab, tune
+from vkfold.engine.ops.matmul import layout_of
+from vkfold.engine.tensor import Tensor, TensorSpec
+from vkfold.tools import kernel_lab
 from vkfold.tools.run_config import RunConfig
+from vkfold.tools.tune_calls import Calls, ProductCall, calls_of_step, calls_of_text
 
 from .op_checks import EPS32
 
 
 def test_shapes_from_text() -> None:
     """Batches and layouts; strides are those of the layout."""
-    products = tune.products_of_text("5x6x7, 2x5x6x7:NT,5x6x7:TT")
-    assert [(layout.product, letters) for layout, letters in products] == [
+    calls = [call for call, _ in calls_of_text("5x6x7, 2x5x6x7:NT,5x6x7:TT").items()]
+    assert all(isinstance(call, ProductCall) for call in calls)
+    assert [(call.layout.product, call.letters) for call in calls] == [
         (Product(1, 5, 6, 7), "NN"),
         (Product(2, 5, 6, 7), "NT"),
         (Product(1, 5, 6, 7), "TT"),
     ]
-    plain, batched, turned = (layout for layout, _ in products)
+    plain, batched, turned = (call.layout for call in calls)
     assert (plain.a_row, plain.a_k, plain.b_col, plain.b_k) == (7, 1, 1, 6)
     assert (batched.batch_a, batched.batch_b, batched.b_col, batched.b_k) == (35, 42, 7, 1)
     assert (turned.a_row, turned.a_k) == (1, 5)
     for text in ("5x6", "5x6x7:NX", "axbxc", "0x5x6", "", "5x6x7x8x9"):
         with pytest.raises(BadInputError):
-            tune.products_of_text(text)
+            calls_of_text(text)
 
 
-def test_products_of_a_step() -> None:
+def test_calls_of_a_step() -> None:
     """Forward is NN, the input's gradient NT, the weight's TN; blocks of a model repeat the same products."""
     config = RunConfig(inputs=[], d_model=16, num_layers=3, num_heads=2, seq_len=8, batch_size=2)
-    products = tune.products_of_step(config, 64)
-    assert {letters for _, letters in products} == {"NN", "NT", "TN"}
-    head = {letters: n for (layout, letters), n in products.items() if 64 in layout.product and 16 in layout.product}
+    products = {call: n for call, n in calls_of_step(config, 64).items() if isinstance(call, ProductCall)}
+    assert {call.letters for call in products} == {"NN", "NT", "TN"}
+    sizes = {call: call.layout.product for call in products}
+    head = {call.letters: n for call, n in products.items() if 64 in sizes[call] and 16 in sizes[call]}
     assert head == {"NN": 1, "NT": 1, "TN": 1}
-    assert {times for (layout, _), times in products.items() if 48 in layout.product} == {3}  # qkv of three blocks
+    assert {n for call, n in products.items() if 48 in sizes[call]} == {3}  # qkv of three blocks
+
+
+def test_what_has_one_key_is_one_call() -> None:
+    """Products that differ by where their operands lie are measured once, and count together."""
+    shared, own = (layout_of(TensorSpec((3, 6, 5)), TensorSpec(b), True, False) for b in ((6, 7), (3, 6, 7)))
+    calls = Calls()
+    for layout in (shared, own, own):
+        calls.add(ProductCall(layout, "TN"))
+    assert shared != own and calls.items() == [(ProductCall(shared, "TN"), 3)]
 
 
 def report(capsys: pytest.CaptureFixture[str]) -> Any:
@@ -59,17 +72,17 @@ def test_tune_measures_once(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     arguments = ["tune", "--shapes", "24x40x16:NT", "--rounds", "1", "--json"]
     assert vkfold_main(arguments) == 0
     first = report(capsys)
-    (row,) = first["products"]
-    assert row["product"] == "matmul 1x24x40x16 NT" and row["best"] == next(iter(row["all_ms"])) and row["note"] == ""
-    assert Path(first["file"]).is_file() and first["barred"] == {}
+    (row,) = first["calls"]
+    assert row["call"] == "matmul 1x24x40x16 NT" and row["best"] == next(iter(row["all_ms"])) and row["note"] == ""
+    assert Path(first["files"][0]).is_file() and first["barred"] == {}
     assert vkfold_main(arguments) == 0
-    (again,) = report(capsys)["products"]
+    (again,) = report(capsys)["calls"]
     assert again == {**row, "note": "measured before"}
     assert vkfold_main([*arguments, "--again"]) == 0
-    assert report(capsys)["products"][0]["note"] == ""
+    assert report(capsys)["calls"][0]["note"] == ""
     assert vkfold_main(arguments[:-1]) == 0
     text = capsys.readouterr().out
-    assert "matmul 1x24x40x16 NT" in text and f"kept in {first['file']}" in text
+    assert "matmul 1x24x40x16 NT" in text and f"kept in {first['files'][0]}" in text
 
 
 def test_tune_takes_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path) -> None:
@@ -77,7 +90,7 @@ def test_tune_takes_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     monkeypatch.setenv("VKFOLD_CACHE_DIR", str(tmp_path))
     small = {"d-model": 8, "num-layers": 1, "num-heads": 1, "seq-len": 4, "batch-size": 1, "rounds": 1}
     assert vkfold_main(["tune", *(f"--{name}={value}" for name, value in small.items()), "--json"]) == 0
-    rows = report(capsys)["products"]
+    rows = report(capsys)["calls"]
     assert len(rows) > 6 and all(row["ms"] > 0 for row in rows)
 
 

@@ -10,18 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vkfold.engine import variant_choice
 from vkfold.engine.errors import VkfoldError
 from vkfold.engine.kernel import Kernel, read_shader
+from vkfold.engine.matmul_choice import MatmulChooser, select_for, tuning_key
 from vkfold.engine.matmul_variants import Capabilities, Choice, Product, Variant, candidates, least_estimate
 from vkfold.engine.ops import matmul_launch
 from vkfold.engine.ops.matmul import layout_of
 from vkfold.engine.ops.matmul_launch import Pairs, matmul_kernel
 from vkfold.engine.ops.matmul_parts import USUAL, Parts
+from vkfold.engine.ops.matmul_tuner import tune_product
 from vkfold.engine.tensor import TensorSpec
-from vkfold.engine.tuner import Timer, tune_product
+from vkfold.engine.tuner import Timer
 from vkfold.engine.variant_cache import TuningTable
-from vkfold.engine.variant_choice import MatmulChooser, forced_variant, select, tuning_key
+from vkfold.engine.variant_choice import forced_variant, hash_of_files
 from vkfold.engine.vulkan_engine import VulkanEngine
 
 OLD = Capabilities(8, True, "llvmpipe", 22, 4)
@@ -49,20 +50,20 @@ def product(engine: VulkanEngine) -> np.ndarray:
 def test_selection_is_a_pure_function_of_its_table() -> None:
     """Nothing measured: the least estimate. Measured: the fastest that is not barred. Switched off: the estimate."""
     table = TuningTable()
-    first = select(OLD, PRODUCT, KEY, table)
+    first = select_for(OLD, PRODUCT, KEY, table)
     assert first.choice == least_estimate(OLD, PRODUCT) and "estimate" in first.why
     others = [choice for choice in candidates(OLD, PRODUCT) if choice != first.choice]
     table.note_times(KEY, {others[0].name: 1.0, others[1].name: 0.5, first.choice.name: 2.0, "no_such_variant": 0.1})
-    assert select(OLD, PRODUCT, KEY, table).choice == others[1]
-    assert "measured 500 ms, the least of 3" in select(OLD, PRODUCT, KEY, table).why
-    assert select(OLD, PRODUCT, KEY, table, tuned=False) == first
-    assert select(OLD, PRODUCT, tuning_key(PRODUCT, "NT"), table) == first
+    assert select_for(OLD, PRODUCT, KEY, table).choice == others[1]
+    assert "measured 500 ms, the least of 3" in select_for(OLD, PRODUCT, KEY, table).why
+    assert select_for(OLD, PRODUCT, KEY, table, tuned=False) == first
+    assert select_for(OLD, PRODUCT, tuning_key(PRODUCT, "NT"), table) == first
     table.bar(others[1].variant.name, "wrong")
-    assert select(OLD, PRODUCT, KEY, table).choice.variant != others[1].variant
+    assert select_for(OLD, PRODUCT, KEY, table).choice.variant != others[1].variant
     for choice in candidates(OLD, PRODUCT):
         table.bar(choice.variant.name, "wrong")
-    with pytest.raises(VkfoldError, match="every variant of matmul for 1x40x48x64 is barred"):
-        select(OLD, PRODUCT, KEY, table)
+    with pytest.raises(VkfoldError, match="every variant of matmul 1x40x48x64 NN is barred"):
+        select_for(OLD, PRODUCT, KEY, table)
 
 
 def test_table_survives_and_bad_files_do_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -89,15 +90,16 @@ def test_table_survives_and_bad_files_do_not_count(tmp_path: Path, caplog: pytes
 def test_key_holds_device_driver_and_kernels(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another driver, another device, other kernels: another file."""
     physical = fresh.device.physical
-    path = TuningTable.of_device(physical, "hash").path
+    path = TuningTable.of_device(physical, "matmul", "hash").path
     for other in (
-        TuningTable.of_device(physical, "other"),
-        TuningTable.of_device(dataclasses.replace(physical, uuid="1" * 32), "hash"),
-        TuningTable.of_device(dataclasses.replace(physical, driver_version=77), "hash"),
-        TuningTable.of_device(dataclasses.replace(physical, driver_info="Mesa 99"), "hash"),
+        TuningTable.of_device(physical, "matmul", "other"),
+        TuningTable.of_device(physical, "attention", "hash"),
+        TuningTable.of_device(dataclasses.replace(physical, uuid="1" * 32), "matmul", "hash"),
+        TuningTable.of_device(dataclasses.replace(physical, driver_version=77), "matmul", "hash"),
+        TuningTable.of_device(dataclasses.replace(physical, driver_info="Mesa 99"), "matmul", "hash"),
     ):
         assert other.path != path
-    assert TuningTable.of_device(physical, "hash").path == path
+    assert TuningTable.of_device(physical, "matmul", "hash").path == path
 
 
 def test_tuning_is_kept_used_and_changes_no_bit(
@@ -199,7 +201,22 @@ def test_each_kernel_is_checked_once(fresh: VulkanEngine, monkeypatch: pytest.Mo
         product(second)
 
 
-def test_hash_of_the_kernels_is_stable() -> None:
-    """Two calls, one file name."""
-    assert variant_choice._kernel_hash() == variant_choice._kernel_hash()
-    assert len(variant_choice._kernel_hash()) == 12
+def test_hash_of_the_kernels_is_of_their_files() -> None:
+    """Two calls, one name; other files, another."""
+    assert MatmulChooser.kernel_hash() == MatmulChooser.kernel_hash()
+    hashes = {hash_of_files(names) for names in ((), ("matmul.comp",), ("ops/matmul_launch.py",))}
+    assert len(hashes) == 3 and {len(text) for text in hashes} == {12}
+
+
+def test_programs_add_to_one_table(tmp_path: Path) -> None:
+    """What another one noted since the file was read is kept; of two times the later counts."""
+    path, about = tmp_path / "table.json", {"device": "one"}
+    one, two = TuningTable(path, about), TuningTable(path, about)
+    one.note_times(KEY, {"tile": 0.25})
+    two.note_checked("kernel")
+    two.bar("other", "reason")
+    one.note_times("another", {"tile": 1.0})
+    one.note_times(KEY, {"tile": 0.5})
+    both = TuningTable(path, about)
+    assert both.times == {KEY: {"tile": 0.5}, "another": {"tile": 1.0}}
+    assert (both.checked, both.barred) == ({"kernel"}, {"other": "reason"})

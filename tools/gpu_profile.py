@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engine.profiler import OpProfiler, OpSample
-from ..engine.variant_choice import MatmulChooser
+from ..engine.variant_families import variant_reasons
 from ..engine.vulkan_engine import VulkanEngine
 from .budget_option import within_memory_budget
 from .checkpoint_sweep import draw_sweep, sweep_checkpoints
@@ -139,7 +139,7 @@ def _program(argv: Sequence[str]) -> int:
         steps = profile_steps(engine, config, vocab_size)
         summary = summarize(steps, measure_peaks(engine))
         title = f"{config.preset or 'model'} on {engine.name}"
-        reasons = kernel_reasons(summary.samples, MatmulChooser.of(engine.recorder).reasons)
+        reasons = kernel_reasons(summary.samples, variant_reasons(engine.recorder))
     paths = write_files(folder, summary, steps, title, reasons)
     result = summary.as_dict() | {"kernels": dict(reasons)}
     if not config.json:

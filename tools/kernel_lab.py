@@ -21,10 +21,11 @@ from rich.table import Table
 from ..engine.compute_engine import ComputeEngine
 from ..engine.cpu_engine import CpuEngine
 from ..engine.errors import BadInputError
+from ..engine.matmul_choice import MatmulChooser
 from ..engine.matmul_variants import Product, candidates
 from ..engine.profiler import OpProfiler
 from ..engine.tensor import Tensor
-from ..engine.variant_choice import MatmulChooser, forced_variant
+from ..engine.variant_choice import forced_variant
 from ..engine.vulkan_engine import VulkanEngine
 from .console import TableConsole, run_program
 from .device_peaks import Peaks, measure_peaks

@@ -6,21 +6,25 @@ from collections.abc import Mapping, Sequence
 
 from ..engine.profiler import OpSample
 
+Variants = Mapping[str, Mapping[str, str]]  # piece of a kernel's name -> variant -> why it was last chosen
 
-def kernel_reasons(samples: Sequence[OpSample], matmul: Mapping[str, str]) -> list[tuple[str, str]]:
-    """(kernel, reason) of every kernel that ran, in order of first use. matmul: variant -> why it was last chosen."""
+
+def kernel_reasons(samples: Sequence[OpSample], variants: Variants) -> list[tuple[str, str]]:
+    """(kernel, reason) of every kernel that ran, in order of first use."""
     reasons: dict[str, str] = {}
     for sample in samples:
         for kernel in sample.kernels:
-            reasons.setdefault(kernel, _reason(kernel, sample, matmul))
+            reasons.setdefault(kernel, _reason(kernel, sample, variants))
     return list(reasons.items())
 
 
-def _reason(kernel: str, sample: OpSample, matmul: Mapping[str, str]) -> str:
+def _reason(kernel: str, sample: OpSample, variants: Variants) -> str:
     fused = f"; one launch for {' + '.join(sample.parts)} (fusion)" if len(sample.parts) > 1 else ""
+    chosen = [f"{name}: {why}" for piece, names in variants.items() if piece in kernel for name, why in names.items()]
+    if chosen:
+        return "; ".join(chosen) + fused
     if kernel.startswith("matmul"):
-        named = [f"{variant}: {why}" for variant, why in matmul.items() if variant.removesuffix("_swapped") in kernel]
-        return ("; ".join(named) or "the tile for this shape and device, see docs/kernels.md") + fused
+        return f"the tile for this shape and device, see docs/kernels.md{fused}"
     if kernel.endswith("_vec4"):
         return f"16-byte loads: every row starts on 16 bytes{fused}"
     if kernel.endswith("_scalar"):

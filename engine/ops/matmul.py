@@ -16,11 +16,11 @@ from ..expr_numpy import evaluate
 from ..expr_walk import topological
 from ..input_checks import require_tensors
 from ..kernel import Kernel
+from ..matmul_choice import MatmulChooser
 from ..matmul_variants import PRECISIONS, SUBGROUP_SIZES, Product, all_variants, rounded_variants
 from ..op import Op, register
 from ..step_parameters import StepParameters
 from ..tensor import Tensor, TensorSpec
-from ..variant_choice import MatmulChooser
 from .activation import check_activation
 from .matmul_check import checked
 from .matmul_launch import (

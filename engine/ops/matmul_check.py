@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..dtypes import rounded
+from ..matmul_choice import MatmulChooser
 from ..matmul_variants import Choice, Product, Variant, variants
-from ..variant_choice import MatmulChooser
 from .matmul_launch import ALONG_K, PLAIN, Epilogue, Layout, Pairs, matmul_kernel, plan_of, run_plan
 
 if TYPE_CHECKING:

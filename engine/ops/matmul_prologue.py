@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ..expr_walk import topological
 from ..fold import FoldSpec
 from ..kernel import Kernel
+from ..matmul_choice import MatmulChooser
 from ..matmul_variants import Choice, candidates, estimate
 from ..op import Op
 from ..tensor import Tensor, TensorSpec
-from ..variant_choice import MatmulChooser
 from .matmul import MATMUL, layout_of
 from .matmul_check import checked
 from .matmul_launch import PLAIN, Epilogue, Plan, pairs_of, plan_of, run_plan

@@ -1,0 +1,80 @@
+"""Which variant of matmul a product takes on a device (engine/variant_choice.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from . import switches
+from .errors import BadInputError, VkfoldError
+from .matmul_variants import (
+    Capabilities,
+    Choice,
+    Product,
+    all_variants,
+    candidates,
+    estimate,
+    least_estimate,
+    rounded_choices,
+    variants,
+)
+from .variant_cache import TuningTable
+from .variant_choice import Selection, VariantChooser, hash_of_files, select
+
+
+def tuning_key(product: Product, layout: str) -> str:
+    """How a product is called in a table. layout: NN, NT, TN or TT."""
+    return f"matmul {'x'.join(map(str, product))} {layout}"
+
+
+def select_for(
+    device: Capabilities, product: Product, key: str, table: TuningTable, tuned: bool = True
+) -> Selection[Choice]:
+    """`select` among a product's candidates; the least estimate where nothing was measured."""
+
+    def unmeasured(usable: Sequence[Choice]) -> Selection[Choice]:
+        best = least_estimate(device, product, usable)
+        return Selection(best, f"least estimate of {len(usable)}, {estimate(device, product, best) / 1e6:.3g} ms")
+
+    return select(key, candidates(device, product), unmeasured, table, tuned)
+
+
+@cache
+def _kernel_hash() -> str:
+    shaders = ("matmul.comp", "matmul_shared.comp", "float_bits.glsl", "exp.glsl", "expr.glsl")
+    makers = ("matmul_variants.py", "ops/matmul_launch.py", "ops/matmul_parts.py", "ops/activation.py")
+    return hash_of_files((*shaders, *makers))
+
+
+class MatmulChooser(VariantChooser[Choice]):
+    """Chooses for matmul. plans: dispatches by layout."""
+
+    family = "matmul"
+    ops = ("matmul",)
+
+    @classmethod
+    def kernel_hash(cls) -> str:
+        return _kernel_hash()
+
+    def choose(self, product: Product, layout: str = "NN", precision: str = "float32") -> Choice:
+        """The variant for a product.
+
+        Raises BadInputError for a forced one that there is not, VkfoldError for a barred one.
+        """
+        key = tuning_key(product, layout)
+        name = self.forced() if precision == "float32" else ""
+        if precision != "float32":
+            usable = [c for c in rounded_choices(self.device, precision) if c.barred_as not in self.table.barred]
+            if not usable:
+                raise VkfoldError(f"matmul in {precision} is barred on this device: {self.table.barred}")
+            return self.note(key, Selection(usable[0], f"{precision} was asked for"))
+        if name:
+            return self.note(key, self.forced_choice(self.named(name)))
+        return self.note(key, select_for(self.device, product, key, self.table, switches.get("VKFOLD_TUNE")))
+
+    def named(self, name: str) -> Choice:
+        family = dict.fromkeys((*variants(self.device), *all_variants(self.device.subgroup_size)))
+        choices = {c.name: c for v in family for c in (Choice(v), Choice(v, True))}
+        if name not in choices:
+            raise BadInputError(f"no matmul variant {name!r}: this device has {', '.join(v.name for v in family)}")
+        return choices[name]

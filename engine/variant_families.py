@@ -1,0 +1,24 @@
+"""All families of kernels that have variants, for who asks about every one: the engine's start, profiles, tuning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .matmul_choice import MatmulChooser
+from .variant_choice import VariantChooser
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+CHOOSERS: tuple[type[VariantChooser[Any]], ...] = (MatmulChooser,)
+
+
+def check_forced(gpu: Recorder) -> None:
+    """Raises BadInputError when VKFOLD_VARIANT names a variant that this device does not have."""
+    for chooser in CHOOSERS:
+        chooser.of(gpu).check_forced()
+
+
+def variant_reasons(gpu: Recorder) -> dict[str, dict[str, str]]:
+    """Piece of a kernel's name -> variant -> why it was last chosen, of all families."""
+    return {piece: names for chooser in CHOOSERS for piece, names in chooser.of(gpu).reasons.items()}

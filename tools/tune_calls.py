@@ -1,0 +1,146 @@
+"""What `vkfold tune` measures: calls that have variants, of a training step or written as shapes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ..engine.compute_engine import Rule
+from ..engine.errors import BadInputError
+from ..engine.matmul_choice import MatmulChooser, select_for, tuning_key
+from ..engine.op import Op
+from ..engine.ops.matmul import MATMUL, layout_of
+from ..engine.ops.matmul_launch import Layout
+from ..engine.ops.matmul_tuner import tune_product
+from ..engine.plan_engine import PlanEngine
+from ..engine.recorder import Recorder
+from ..engine.tensor import Tensor, TensorSpec
+from ..engine.tuner import Measured
+from ..engine.variant_choice import VariantChooser
+from .model_setup import make_model, make_optimizer, make_training_step
+from .run_config import RunConfig
+
+_PRODUCT = re.compile(r"(?:(\d+)x)?(\d+)x(\d+)x(\d+)(?::([NT][NT]))?")
+
+
+class TunedCall(Protocol):
+    """One call, as it is measured."""
+
+    @property
+    def key(self) -> str:
+        """Its name in a table."""
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations."""
+
+    def chooser(self, gpu: Recorder) -> VariantChooser[Any]:
+        """Whose table holds it."""
+
+    def unmeasured(self, gpu: Recorder) -> str:
+        """Name of the variant that is taken where nothing was measured."""
+
+    def tune(self, gpu: Recorder, rounds: int) -> Measured:
+        """Measure it. Raises OutOfDeviceMemoryError where the operands do not fit."""
+
+
+class ProductCall(NamedTuple):
+    """A matrix product. letters: NN, NT, TN or TT."""
+
+    layout: Layout
+    letters: str
+
+    @property
+    def key(self) -> str:
+        return tuning_key(self.layout.product, self.letters)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.layout.product.work
+
+    def chooser(self, gpu: Recorder) -> MatmulChooser:
+        return MatmulChooser.of(gpu)
+
+    def unmeasured(self, gpu: Recorder) -> str:
+        chooser = self.chooser(gpu)
+        return select_for(chooser.device, self.layout.product, self.key, chooser.table, tuned=False).choice.name
+
+    def tune(self, gpu: Recorder, rounds: int) -> Measured:
+        return tune_product(gpu, self.layout, self.letters, rounds=rounds)
+
+
+class Calls:
+    """Calls and how often each is there, by key: what has one key is measured once."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, TunedCall] = {}
+        self.times: dict[str, int] = {}
+
+    def add(self, call: TunedCall) -> None:
+        """One more."""
+        self._calls.setdefault(call.key, call)
+        self.times[call.key] = self.times.get(call.key, 0) + 1
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def items(self) -> list[tuple[TunedCall, int]]:
+        """(call, times), in order of first use."""
+        return [(call, self.times[key]) for key, call in self._calls.items()]
+
+
+class _CallCounter(PlanEngine):
+    """Collects the calls of what runs on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Calls()
+
+    def _launch(self, op: Op, rule: Rule, inputs: Sequence[Tensor | None], made: list[Tensor], settings: Any) -> None:
+        super()._launch(op, rule, inputs, made, settings)
+        if op is MATMUL:
+            a, b = inputs[:2]
+            assert a is not None and b is not None
+            trans_a, trans_b = settings["trans_a"], settings["trans_b"]
+            layout = layout_of(a.spec, b.spec, trans_a, trans_b)
+            self.calls.add(ProductCall(layout, f"{'NT'[trans_a]}{'NT'[trans_b]}"))
+
+
+def calls_of_step(config: RunConfig, vocab_size: int) -> Calls:
+    """Of one training step. Raises BadInputError for sizes that cannot be."""
+    engine = _CallCounter()
+    tokens = np.zeros((config.batch_size, config.seq_len), np.int32)
+    try:
+        model = make_model(engine, config, vocab_size)
+        step = make_training_step(model, make_optimizer(model, config), config)
+        step([(tokens, tokens)] * config.accum_steps, step=0, learning_rate=config.lr)
+    except ValueError as error:
+        raise BadInputError(f"these sizes are too large: {error}") from error
+    return engine.calls
+
+
+def calls_of_text(text: str) -> Calls:
+    """From "512x512x512, 8x64x64x32:NT". Raises BadInputError for anything else."""
+    calls = Calls()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        calls.add(_product_of(part))
+    if not len(calls):
+        raise BadInputError("--shapes names no product")
+    return calls
+
+
+def _product_of(text: str) -> ProductCall:
+    match = _PRODUCT.fullmatch(text)
+    if match is None or not all(int(size) for size in match.groups()[:4] if size is not None):
+        raise BadInputError(
+            f"{text!r} is no product: write MxNxK, BATCHxMxNxK, or either with :NN, :NT, :TN or :TT behind it"
+        )
+    batch, m, n, k = (int(size) if size else 0 for size in match.groups()[:4])
+    letters = match[5] or "NN"
+    lead = (batch,) if batch else ()
+    trans_a, trans_b = letters[0] == "T", letters[1] == "T"
+    a, b = ((k, m) if trans_a else (m, k)), ((n, k) if trans_b else (k, n))
+    return ProductCall(layout_of(TensorSpec((*lead, *a)), TensorSpec((*lead, *b)), trans_a, trans_b), letters)
