@@ -1,8 +1,8 @@
 """What may be done to attention's scores, as expressions, and the masks and numbers that go with it.
 
 A score expression is made of SCORE (scale * q.k), the positions QUERY and KEY (floats, exact), and HEAD, one number of
-each query head. It is spliced into the attention kernels, forward and backward, with its derivative by SCORE. A pair
-whose score is -inf is not seen.
+each query head. The block folds of attention (engine/attention_folds.py) are made with it, forward and backward, with
+its derivative by SCORE. A pair whose score is -inf is not seen.
 
     softcap = 30.0 * tanh(SCORE / 30.0)
     prefix = where((KEY <= QUERY) | (KEY < 10.0), SCORE, -math.inf)  # with causal=False: ten keys that all see
@@ -12,13 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .expr import RANDOM, Expr, constant, tanh, variable, variables
-from .expr_derivative import derivative
-from .expr_glsl import glsl_includes, glsl_statements
-from .expr_simplify import simplify
-from .expr_walk import named, substitute, topological
-from .fold import online_softmax
-from .kernel import read_shader
+from .expr import RANDOM, Expr, constant, tanh, variables
+from .expr_walk import named, topological
 
 SCORE, QUERY, KEY, HEAD = variables("score query key head")
 NAMES = ("score", "query", "key", "head")
@@ -79,32 +74,6 @@ def check_score(score: Expr, has_head_values: bool) -> None:
         raise ValueError("attention: a score cannot have random numbers in it")
     if ("head" in used) != has_head_values:
         raise ValueError("attention: head_values are one number a head for HEAD of the score: give both or neither")
-
-
-def attention_glsl(score: Expr | None) -> str:
-    """What comes before the text of the attention kernels: the running softmax, and a score that is an expression.
-
-    The softmax is `online_softmax` of engine/fold.py, as in softmax and cross-entropy: `softmax_weight(score, largest)`
-    is what a key contributes, `softmax_decay(old_largest, largest)` brings sums, the output's too, to a new maximum.
-    """
-    total = online_softmax(SCORE).states[1]
-    assert total.aligned is not None
-    functions: dict[str, tuple[Expr, tuple[str, ...]]] = {
-        "softmax_weight": (total.contribution, ("score", "largest")),
-        "softmax_decay": (
-            substitute([total.aligned], {variable("total"): constant(1.0)})[0],
-            ("old_largest", "largest"),
-        ),
-    }
-    if score is not None:
-        functions |= {"modified_score": (score, NAMES), "score_slope": (derivative(score, SCORE), NAMES)}
-    includes = glsl_includes(root for root, _ in functions.values())
-    text = read_shader("expr.glsl" if "expr.glsl" in includes else "exp.glsl")
-    for name, (root, parameters) in functions.items():
-        taken = ", ".join(f"float {parameter}" for parameter in parameters)
-        body = glsl_statements({"result": simplify(root)}, "float").replace("\n", "\n    ")
-        text += f"float {name}({taken}) {{\n    float result;\n    {body}\n    return result;\n}}\n"
-    return text
 
 
 NEVER = constant(-np.inf)  # the score of a pair that is not seen

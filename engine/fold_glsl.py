@@ -80,7 +80,7 @@ class _Writer:
         if self.spec.skip is not None:
             lines += self._float("bool", "skipped", self.spec.skip, {})
             lines += ["if (skipped) {", *self._zeros(), "    return;", "}"]
-        return _indented(lines)
+        return indented(lines)
 
     def walk(self, walk: Walk) -> str:
         """One loop over the row, the merging of the lanes' states, and the results."""
@@ -88,7 +88,7 @@ class _Writer:
         for name, result in walk.results.items():
             lines += self._float("float", f"v_{name}", result, {})
             self.of_row[name] = f"v_{name}"
-        return _indented(lines)
+        return indented(lines)
 
     def _states(self, walk: Walk) -> list[str]:
         plain = [state for state in walk.states if state.merge == "sum" and state.aligned is None]
@@ -112,9 +112,9 @@ class _Writer:
             else:
                 body.append(f"const float b_{state.name} = sum4(c_{state.name});")
                 names = {**new, state.name: f"s_{state.name}", "_block": f"b_{state.name}"}
-                body += self._float("", f"s_{state.name}", _plus(state.aligned, variable("_block")), names)
+                body += self._float("", f"s_{state.name}", plus(state.aligned, variable("_block")), names)
         body += [f"s_{state.name} = v_{state.name};" for state in walk.states if state.merge == "max"]
-        sums = {f"n_{s.name}": _plus(s.contribution, variable(f"sum_{s.name}")) for s in plain}
+        sums = {f"n_{s.name}": plus(s.contribution, variable(f"sum_{s.name}")) for s in plain}
         body += self._vector(sums, {f"sum_{s.name}": f"s_{s.name}" for s in plain}, ready=True)
         body += [f"s_{s.name} = inside4(n_{s.name}, s_{s.name}, c, cols);" for s in plain]
         lines += ["for (uint base = 0; base < cols; base += stride) {", "    const uint c = base + first;"]
@@ -145,7 +145,7 @@ class _Writer:
             body += [f"store4(args.p_{name}, start, c, cols, o_{name});" for name in self.spec.elements]
             lines += ["for (uint base = 0; base < cols; base += stride) {", "    const uint c = base + first;"]
             lines += [*(f"    {line}" for line in body), "}"]
-        return _indented(lines)
+        return indented(lines)
 
     def _zeros(self) -> list[str]:
         lines = []
@@ -182,15 +182,15 @@ class _Writer:
         names |= {name: f"v_{name}" for name in self.spec.of_kind("row", "column")} | (dict(new) if ready else {})
         names["column"] = "uvec4(c, c + 1u, c + 2u, c + 3u)"
         text = glsl_statements({name: simplify(root) for name, root in outputs.items()}, "vec4", names)
-        return [f"vec4 {name};" for name in outputs] + _block(text)
+        return [f"vec4 {name};" for name in outputs] + scoped(text)
 
     def _float(self, kind: str, name: str, root: Expr, new: Mapping[str, str]) -> list[str]:
         """Statements that assign one number, declared first when a type is given."""
         text = glsl_statements({name: simplify(root)}, "float", {**self.of_row, **new})
-        return [f"{kind} {name};"] * bool(kind) + _block(text)
+        return [f"{kind} {name};"] * bool(kind) + scoped(text)
 
 
-def _plus(contribution: Expr | None, so_far: Expr) -> Expr:
+def plus(contribution: Expr | None, so_far: Expr) -> Expr:
     """A sum with its next summand; a product goes into it by fma."""
     assert contribution is not None
     if contribution.op == "mul":
@@ -199,11 +199,11 @@ def _plus(contribution: Expr | None, so_far: Expr) -> Expr:
     return so_far + contribution
 
 
-def _block(text: str) -> list[str]:
+def scoped(text: str) -> list[str]:
     """Statements in a scope of their own, for the sake of their temporaries."""
     lines = text.splitlines()
     return lines if len(lines) == 1 else ["{", *(f"    {line}" for line in lines), "}"]
 
 
-def _indented(lines: Iterable[str]) -> str:
+def indented(lines: Iterable[str]) -> str:
     return "".join(f"    {line}\n" for line in lines)

@@ -15,6 +15,7 @@ from .ops import affine as affine_op
 from .ops import attention as attention_op
 from .ops import attention_qkv as attention_qkv_op
 from .ops import attention_sinks as attention_sinks_op
+from .ops import block_fold as block_fold_op
 from .ops import cast as cast_op
 from .ops import column_sum as column_sum_op
 from .ops import copy as copy_op
@@ -59,6 +60,7 @@ class OpVerbs:
     attention_qkv = attention_qkv_op.attention_qkv
     attention_qkv_backward = attention_qkv_op.attention_qkv_backward
     attention_sinks_backward = attention_sinks_op.attention_sinks_backward
+    block_fold = block_fold_op.block_fold
     cast = cast_op.cast
     column_sum = column_sum_op.column_sum
     copy = copy_op.copy

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..attention_folds import attention_d_kv, attention_d_q, attention_forward
 from ..expr import Expr
 from ..kernel import Kernel
 from ..op import Op, register
@@ -53,7 +54,7 @@ class AttentionOp(Op):
         launcher.launch_forward(gpu, _shape_of(q, k, v), mask, [Part(q), Part(k), Part(v)], o, lse)
 
     def kernels(self) -> Iterable[Kernel]:
-        return launcher.all_kernels("forward")
+        return launcher.all_kernels(attention_forward)
 
 
 class AttentionBackwardOp(Op):
@@ -98,7 +99,7 @@ class AttentionBackwardOp(Op):
         launcher.launch_backward(gpu, _shape_of(q, k, v), mask, d_o, [Part(q), Part(k), Part(v)], o, lse, parts, delta)
 
     def kernels(self) -> Iterable[Kernel]:
-        return launcher.all_kernels("d_q", "d_kv", "d_kv_more")
+        return launcher.all_kernels(attention_d_q, attention_d_kv)
 
 
 ATTENTION = register(AttentionOp())

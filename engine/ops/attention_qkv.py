@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..attention_folds import attention_d_kv, attention_d_q, attention_forward
 from ..expr import Expr
 from ..kernel import Kernel
 from ..op import Op, register
@@ -66,7 +67,7 @@ class AttentionQkvOp(Op):
         launcher.launch_forward(gpu, shape, Mask.of(inputs[1:], settings), _parts(inputs[0], shape), o, lse)
 
     def kernels(self) -> Iterable[Kernel]:
-        return launcher.all_kernels("forward")
+        return launcher.all_kernels(attention_forward)
 
 
 class AttentionQkvBackwardOp(Op):
@@ -113,7 +114,7 @@ class AttentionQkvBackwardOp(Op):
         launcher.launch_backward(gpu, shape, mask, d_o, _parts(qkv, shape), o, lse, _parts(d_qkv, shape), delta)
 
     def kernels(self) -> Iterable[Kernel]:
-        return launcher.all_kernels("d_q", "d_kv", "d_kv_more")
+        return launcher.all_kernels(attention_d_q, attention_d_kv)
 
 
 ATTENTION_QKV = register(AttentionQkvOp())

@@ -1,14 +1,8 @@
-"""What both attention ops share on the host: shapes, the mask rule, cost, and the plain NumPy formulas.
+"""What both attention ops share on the host: shapes, settings, cost, and the NumPy formulas.
 
-The mask rule, in one place: with s queries and t keys, query i stands at position t - s + i. It sees key j if
-
-- j < key_lengths[batch] (key padding; all t keys when there are no lengths),
-- documents: first <= j < past, the range of the document that the position is in,
-- causal: j <= position,
-- window w > 0: j > position - w, and j < position + w (the second half only matters without `causal`).
-
-A query that sees nothing, or only scores of -inf, has output 0, log-sum-exp -inf and no gradient. With a sink, a score
-of its head with no value behind it, the log-sum-exp is never below the sink.
+Which keys a query sees is told by engine/attention_masks.py. A query that sees nothing, or only scores of -inf, has
+output 0, log-sum-exp -inf and no gradient. With a sink, a score of its head with no value behind it, the log-sum-exp is
+never below the sink.
 """
 
 from __future__ import annotations
@@ -19,17 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..attention_scores import SCORE, check_score
+from ..attention_folds import attention_d_kv, attention_d_q, attention_forward
+from ..attention_masks import seen_pairs, visible_range
+from ..attention_scores import check_score
 from ..expr import Expr
-from ..expr_derivative import derivative
-from ..expr_numpy import evaluate
 from ..setting_checks import is_whole
 from ..tensor import Tensor, TensorSpec
+from .block_fold_launch import MAX_HEAD_DIM, MAX_HEADS, MAX_POSITIONS
 
-MAX_HEAD_DIM = 256
-MAX_HEADS = 2**16 - 1
 SETTING_TYPES = {"causal": "bool", "window": "int", "scale": "float"}  # as annotations of a shape rule
-MAX_POSITIONS = 2**16 * 2 - 1024  # a kernel passes two positions a round, and no driver may cut its loop short
 
 
 class Mask(NamedTuple):
@@ -161,53 +153,22 @@ def check_backward(shape: AttentionShape, d_o: TensorSpec, o: TensorSpec, lse: T
         raise ValueError(f"attention backward: lse must be {shape.lse.shape}, not {lse.shape}")
 
 
-def visible_range(shape: AttentionShape, causal: bool, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """First key each query sees and one past the last, key padding apart: the mask rule as two int arrays."""
-    position = shape.num_keys - shape.num_queries + np.arange(shape.num_queries)
-    low, high = np.zeros_like(position), np.full_like(position, shape.num_keys)
-    if window:
-        low = np.maximum(low, position - window + 1)
-        high = np.minimum(high, position + window)
-    if causal:
-        high = np.minimum(high, position + 1)
-    return low, np.maximum(high, low)
-
-
 def flops(shape: AttentionShape, causal: bool, window: int, products: int) -> int:
     """Floating-point operations of `products` multiplications of seen (query, key) pairs by head_dim."""
-    low, high = visible_range(shape, causal, window)
+    low, high = visible_range(shape.num_queries, shape.num_keys, causal, window)
     return 2 * products * shape.head_dim * shape.batch * shape.num_heads * int((high - low).sum())
 
 
-def _seen(shape: AttentionShape, batch: int, mask: Mask) -> np.ndarray:
-    position = (shape.num_keys - shape.num_queries + np.arange(shape.num_queries))[:, None]
-    key = np.arange(shape.num_keys)[None, :]
-    seen = np.ones((shape.num_queries, shape.num_keys), bool)
-    if mask.lengths is not None:
-        seen &= key < mask.lengths[batch]
-    if mask.documents is not None:
-        ranges = mask.documents[batch][np.clip(position[:, 0], 0, None)]
-        seen &= (position >= 0) & (key >= ranges[:, :1]) & (key < ranges[:, 1:])
-    if mask.causal:
-        seen &= key <= position
-    if mask.window:
-        seen &= np.abs(position - key) < mask.window
-    return seen
-
-
-def _scores(
-    shape: AttentionShape, mask: Mask, q: np.ndarray, k: np.ndarray, head: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Scores of one head, q [s, D] and k [t, D], and their derivative by scale * q.k (1 unless they are modified)."""
-    x = (q @ k.T) * q.dtype.type(mask.scale)
-    if mask.score is None:
-        return x, np.ones((), q.dtype)
-    positions = shape.num_keys - shape.num_queries + np.arange(shape.num_queries)
-    names = {"score": x, "query": positions[:, None].astype(q.dtype), "key": np.arange(shape.num_keys).astype(q.dtype)}
-    if mask.head_values is not None:
-        names["head"] = np.asarray(mask.head_values)[head]
-    score, slope = evaluate([mask.score, derivative(mask.score, SCORE)], **names)
-    return score, slope
+def _seen(shape: AttentionShape, mask: Mask) -> np.ndarray:
+    return seen_pairs(
+        shape.batch,
+        shape.num_queries,
+        shape.num_keys,
+        causal=mask.causal,
+        window=mask.window,
+        lengths=mask.lengths,
+        documents=mask.documents,
+    )
 
 
 def reference_forward(
@@ -217,24 +178,9 @@ def reference_forward(
 
     q [b, s, H, D], k and v [b, t, Hkv, D] -> o [b, s, H, D], lse [b, H, s].
     """
-    o = np.zeros_like(q)
-    lse = np.full(shape.lse.shape, -np.inf, q.dtype)
-    group = shape.num_heads // shape.num_kv_heads
-    for b in range(shape.batch):
-        seen = _seen(shape, b, mask)
-        for h in range(shape.num_heads):
-            sink = q.dtype.type(-np.inf if mask.sinks is None else mask.sinks[h])
-            scores = np.where(seen, _scores(shape, mask, q[b, :, h], k[b, :, h // group], h)[0], -np.inf)
-            top = scores.max(axis=1, initial=sink)
-            shift = np.where(np.isneginf(top), 0, top).astype(q.dtype)
-            weights = np.exp(scores - shift[:, None])
-            total = weights.sum(axis=1) + np.exp(sink - shift)
-            alive = total != 0
-            safe = np.where(alive, total, 1)
-            # Keys that no query sees take no part at all: they may never have been written.
-            used = seen.any(axis=0)
-            o[b, :, h] = np.where(alive[:, None], weights[:, used] @ v[b, used, h // group] / safe[:, None], 0)
-            lse[b, h] = np.where(alive, shift + np.log(safe), -np.inf)
+    fold = attention_forward(mask.score)
+    seen = _seen(shape, mask)
+    o, lse = fold.reference(seen, q=q, k=k, v=v, scale=mask.scale, head=mask.head_values, sinks=mask.sinks)
     return o, lse
 
 
@@ -249,21 +195,8 @@ def reference_backward(
     lse: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gradients of `reference_forward` by the chain rule of softmax: dS = P * (dO v^T - rowsum(dO * O))."""
-    d_q, d_k, d_v = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    group = shape.num_heads // shape.num_kv_heads
-    factor = q.dtype.type(mask.scale)
-    for b in range(shape.batch):
-        seen = _seen(shape, b, mask)
-        for h in range(shape.num_heads):
-            g = h // group
-            row_lse = lse[b, h][:, None]
-            seen_h = seen & ~np.isneginf(row_lse)
-            scores, slope = _scores(shape, mask, q[b, :, h], k[b, :, g], h)
-            p = np.where(seen_h, np.exp(scores - np.where(np.isneginf(row_lse), 0, row_lse)), 0)
-            delta = (d_o[b, :, h] * o[b, :, h]).sum(axis=1)[:, None]
-            d_s = np.where(seen_h, p * (d_o[b, :, h] @ v[b, :, g].T - delta) * slope, 0) * factor
-            used = seen.any(axis=0)  # keys that no query sees may never have been written
-            d_q[b, :, h] = d_s[:, used] @ k[b, used, g]
-            d_k[b, :, g] += d_s.T @ q[b, :, h]
-            d_v[b, :, g] += p.T @ d_o[b, :, h]
+    seen = _seen(shape, mask)
+    given = {"d_o": d_o, "q": q, "k": k, "v": v, "lse": lse, "scale": mask.scale, "head": mask.head_values}
+    d_q, delta = attention_d_q(mask.score).reference(seen, o=o, **given)
+    d_k, d_v = attention_d_kv(mask.score).reference(seen.swapaxes(1, 2), delta=delta, **given)
     return d_q, d_k, d_v

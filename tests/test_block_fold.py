@@ -1,0 +1,317 @@
+"""Block folds: attention's descriptions against attention written out, others on the device, what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from op_checks import EPS32, check_op
+
+from vkfold.engine.attention_folds import attention_d_kv, attention_d_q, attention_forward
+from vkfold.engine.attention_masks import KEYS_OF_QUERIES, QUERIES_OF_KEYS, seen_pairs
+from vkfold.engine.attention_scores import alibi, softcap
+from vkfold.engine.block_fold import BlockFold, RowSum
+from vkfold.engine.block_fold_glsl import block_fold_glsl
+from vkfold.engine.compute_engine import ComputeEngine
+from vkfold.engine.cpu_engine import CpuEngine
+from vkfold.engine.expr import equal, exp, maximum, uniform, variable, variables, where
+from vkfold.engine.fold import State, Walk
+from vkfold.engine.ops import block_fold_launch
+from vkfold.engine.vulkan_engine import VulkanEngine
+
+QK, W, TOTAL, LARGEST, OLD = variables("qk w total largest old_largest")
+NOTHING = equal(TOTAL, 0.0)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([*shape, seed]).standard_normal(shape).astype(np.float32)
+
+
+# -- attention's descriptions against attention written out ------------------------------------------------------------
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("s", "t"), [(7, 7), (4, 9), (9, 4)])
+@pytest.mark.parametrize("scored", [False, True])
+def test_attention_is_what_it_says(s: int, t: int, causal: bool, scored: bool) -> None:
+    """Forward, dQ with delta, dK and dV in float64: one query and head at a time, from the definition of softmax."""
+    heads, kv_heads, dim, scale = 4, 2, 5, 0.4
+    rng = np.random.default_rng([s, t])
+    q, d_o = (rng.standard_normal((1, s, heads, dim)) for _ in range(2))
+    k, v = (rng.standard_normal((1, t, kv_heads, dim)) for _ in range(2))
+    sinks, slopes = rng.standard_normal(heads), rng.random(heads)
+    score = softcap(1.5, alibi()) if scored else None
+    o, lse, delta = np.zeros_like(q), np.full((1, heads, s), -np.inf), np.zeros((1, heads, s))
+    d_q, d_k, d_v = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for h in range(heads):
+        keys, values = k[0, :, h // 2], v[0, :, h // 2]
+        for i in range(s):
+            position = t - s + i
+            seen = [j for j in range(t) if not causal or j <= position]
+            x = np.array([scale * q[0, i, h] @ keys[j] for j in seen])
+            y, slope = x, np.ones_like(x)
+            if scored:
+                y = 1.5 * np.tanh((x - slopes[h] * np.abs(position - np.array(seen))) / 1.5)
+                slope = 1 - (y / 1.5) ** 2
+            lse[0, h, i] = np.log(np.exp(y).sum() + np.exp(sinks[h]))
+            p = np.exp(y - lse[0, h, i])
+            o[0, i, h] = p @ values[seen]
+            delta[0, h, i] = d_o[0, i, h] @ o[0, i, h]
+            d_p = values[seen] @ d_o[0, i, h]  # of the softmax: p * (d_p - sum p d_p), the sink has no value
+            d_x = p * (d_p - p @ d_p) * slope * scale
+            d_q[0, i, h] = d_x @ keys[seen]
+            d_k[0, seen, h // 2] += d_x[:, None] * q[0, i, h]
+            d_v[0, seen, h // 2] += p[:, None] * d_o[0, i, h]
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "scale": scale, "head": slopes}
+    pairs = seen_pairs(1, s, t, causal=causal, window=0)
+    got = attention_forward(score).reference(pairs, sinks=sinks, **given)
+    got += attention_d_q(score).reference(pairs, d_o=d_o, o=o, lse=lse, **given)
+    got += attention_d_kv(score).reference(pairs.swapaxes(1, 2), d_o=d_o, lse=lse, delta=delta, **given)
+    names = ["o", "lse", "d_q", "delta", "d_k", "d_v"]
+    for name, mine, want in zip(names, got, (o, lse, d_q, delta, d_k, d_v), strict=True):
+        assert mine.dtype == np.float64
+        assert np.allclose(mine, want, rtol=1e-11, atol=1e-12), name
+
+
+def test_the_verb_runs_attention_to_the_same_bits(vulkan: VulkanEngine) -> None:
+    q, k, v, d_o = (vulkan.tensor(normal(2, 21, heads, 9, seed=heads)) for heads in (4, 2, 2, 4))
+    lengths = vulkan.tensor(np.array([21, 13], np.int32))
+    mask: dict[str, Any] = {"causal": True, "window": 8, "key_lengths": lengths}
+    o, lse = vulkan.attention(q, k, v, scale=0.3, **mask)
+    made = vulkan.block_fold(attention_forward(), q=q, k=k, v=v, scale=0.3, **mask)
+    assert np.array_equal(made["o"].numpy(), o.numpy()) and np.array_equal(made["lse"].numpy(), lse.numpy())
+    want = vulkan.attention_backward(d_o, q, k, v, o, lse, scale=0.3, **mask)
+    rest: dict[str, Any] = {"q": q, "k": k, "v": v, "d_o": d_o, "lse": lse, "scale": 0.3, **mask}
+    got = vulkan.block_fold(attention_d_q(), o=o, **rest)
+    got |= vulkan.block_fold(attention_d_kv(), delta=got["delta"], **rest)
+    for name, gradient in zip(("d_q", "d_k", "d_v"), want, strict=True):
+        assert np.array_equal(got[name].numpy(), gradient.numpy())
+
+
+# -- other folds, on the device against their reference and against NumPy ----------------------------------------------
+SQUARED = BlockFold(  # attention without softmax: weights are squares of products
+    "squared",
+    held=["q"],
+    streamed=["k", "v"],
+    products={"qk": ("q", "k")},
+    walk=Walk([State("total", "sum", QK * QK)]),
+    sums=[RowSum("y", "v", QK * QK)],
+    rows={"y": variable("y") / maximum(TOTAL, 1e-6)},
+    values={"mass": TOTAL},
+    seen=KEYS_OF_QUERIES,
+)
+# Nadaraya-Watson: the mean of v weighted by exp(-|q - k|^2 / (2 width^2)), as q.q - 2 q.k + k.k
+_DISTANCE = variable("qq") - 2.0 * QK + variable("kk")
+_LOG_WEIGHT = -_DISTANCE / (2.0 * variable("width") * variable("width"))
+_DECAY = exp(OLD - LARGEST, nonpositive=True)
+GAUSSIAN = BlockFold(
+    "gaussian",
+    held=["q"],
+    streamed=["k", "v"],
+    products={"qk": ("q", "k")},
+    walk=Walk(
+        [
+            State("largest", "max", _LOG_WEIGHT),
+            State("total", "sum", exp(_LOG_WEIGHT - LARGEST, nonpositive=True), aligned=TOTAL * _DECAY),
+        ],
+        {"one_over": 1.0 / TOTAL},
+    ),
+    sums=[RowSum("y", "v", exp(_LOG_WEIGHT - LARGEST, nonpositive=True), aligned=_DECAY * variable("y"))],
+    rows={"y": variable("y") * variable("one_over"), "residual": variable("q") - variable("y") * variable("one_over")},
+    numbers={"kk": "streamed"},
+    scalars=["width"],
+    dots={"qq": ("q", "q")},
+)
+# nothing is summed: the best and the worst product, and the mean of those above a bar of the head, if one is given
+BEST = BlockFold(
+    "best",
+    held=["q", "other"],
+    streamed=["k"],
+    products={"qk": ("q", "k"), "ok": ("other", "k")},
+    walk=Walk([State("largest", "max", QK), State("lowest", "max", -variable("ok")), State("total", "sum", 1.0 * QK)]),
+    values={"largest": LARGEST, "lowest": -variable("lowest"), "mean": where(NOTHING, 0.0, TOTAL / LARGEST)},
+    numbers={"bar": "head", "own": "held", "theirs": "streamed"},
+    absent={"bar": -math.inf, "theirs": 2.0},
+    unseen=(variable("bar") > variable("own")) | (variable("theirs") < variable("own")),
+)
+# two sums of the same streamed row, positions in the weights, folded over all heads of a group
+NEAR = BlockFold(
+    "near",
+    held=["k"],
+    streamed=["q"],
+    products={"qk": ("k", "q")},
+    sums=[
+        RowSum("up", "q", where(variable("at") < variable("place"), QK, 0.0) * W),
+        RowSum("down", "q", maximum(QK, 0.0) * variable("at") * 0.01),
+    ],
+    rows={"up": variable("up"), "down": variable("down")},
+    numbers={"w": "head"},
+    positions={"at": "held", "place": "streamed_end"},
+    seen=QUERIES_OF_KEYS,
+    shared="held",
+)
+
+
+def on(engine: ComputeEngine, spec: BlockFold, arrays: dict[str, Any], **settings: Any) -> list[np.ndarray]:
+    tensors = {name: engine.tensor(a) if isinstance(a, np.ndarray) else a for name, a in arrays.items()}
+    return [made.numpy() for made in engine.block_fold(spec, **tensors, **settings).values()]
+
+
+def compare(vulkan: VulkanEngine, oracle: CpuEngine, spec: BlockFold, arrays: dict[str, Any], **settings: Any) -> Any:
+    """What the device gives, after it was held against the reference in float64; sums of n terms: n roundings."""
+    names = list(arrays)
+    plain = {name: a for name, a in arrays.items() if not isinstance(a, np.ndarray)}
+    arrays_only = [a for a in arrays.values() if isinstance(a, np.ndarray)]
+    tensors_of = [name for name in names if name not in plain]
+
+    def call(engine: ComputeEngine, *tensors: Any) -> Any:
+        made = engine.block_fold(spec, **dict(zip(tensors_of, tensors, strict=True)), **plain, **settings)
+        return list(made.values())
+
+    sizes = [n for a in arrays_only if a.ndim == 4 for n in a.shape]
+    return check_op(vulkan, oracle, call, arrays_only, 64 * max(sizes) ** 2 * EPS32)
+
+
+SIZES = [(1, 1, 1), (5, 17, 3), (17, 5, 7), (33, 70, 33), (70, 33, 16), (9, 40, 65)]
+
+
+@pytest.mark.parametrize(("s", "t", "dim"), SIZES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_squared_attention(vulkan: VulkanEngine, oracle: CpuEngine, s: int, t: int, dim: int, causal: bool) -> None:
+    q, k, v = normal(2, s, 4, dim) / dim, normal(2, t, 2, dim), normal(2, t, 2, dim, seed=1)
+    y, mass = compare(vulkan, oracle, SQUARED, {"q": q, "k": k, "v": v}, causal=causal)
+    seen = (np.arange(t) <= t - s + np.arange(s)[:, None]) | (not causal)
+    k, v = (np.repeat(np.moveaxis(x.astype(np.float64), 2, 1), 2, axis=1) for x in (k, v))
+    weights = np.where(seen, (np.moveaxis(q.astype(np.float64), 2, 1) @ k.swapaxes(-1, -2)) ** 2, 0)
+    assert np.allclose(mass, weights.sum(axis=-1), rtol=1e-4, atol=1e-6)
+    want = np.moveaxis(weights @ v / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-6), 1, 2)
+    assert np.allclose(y, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("s", "t", "dim"), SIZES)
+def test_gaussian_regression(vulkan: VulkanEngine, oracle: CpuEngine, s: int, t: int, dim: int) -> None:
+    q, k, v = normal(1, s, 3, dim), normal(1, t, 3, dim), normal(1, t, 3, dim, seed=1)
+    kk = np.moveaxis((k**2).sum(axis=-1), 2, 1).astype(np.float32)
+    width = math.sqrt(dim)
+    y, residual = compare(vulkan, oracle, GAUSSIAN, {"q": q, "k": k, "v": v, "kk": kk, "width": width})
+    distance = ((q[:, :, None].astype(np.float64) - k[:, None]) ** 2).sum(axis=-1)
+    weights = np.exp(-distance / (2 * width**2))
+    want = np.einsum("bsth,bthd->bshd", weights, v.astype(np.float64)) / weights.sum(axis=2)[..., None]
+    assert np.allclose(y, want, rtol=1e-3, atol=1e-4) and np.allclose(residual, q - want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("s", "t", "dim"), SIZES)
+def test_best_products(vulkan: VulkanEngine, oracle: CpuEngine, s: int, t: int, dim: int) -> None:
+    q, other, k = normal(2, s, 2, dim), normal(2, s, 2, dim, seed=1), normal(2, t, 1, dim)
+    own = np.abs(normal(2, 2, s))
+    arrays: dict[str, Any] = {"q": q, "other": other, "k": k, "own": own}
+    bar, theirs = np.array([0.5, -3.0], np.float32), np.abs(normal(2, 1, t, seed=5))
+    for given in ({}, {"bar": bar}, {"theirs": theirs}, {"bar": bar, "theirs": theirs}):
+        largest, lowest, _ = compare(vulkan, oracle, BEST, arrays | given)
+        seen = given.get("theirs", np.full((2, 1, t), 2.0))[:, :, None, :] >= own[..., None]
+        seen = seen & (given.get("bar", np.full(2, -np.inf))[:, None, None] <= own[..., None])
+        qk, ok = (np.einsum("bshd,btgd->bhst", x.astype(np.float64), k) for x in (q, other))
+        assert np.allclose(largest, np.where(seen, qk, -np.inf).max(axis=-1), rtol=1e-4, atol=1e-4)
+        assert np.allclose(lowest, np.where(seen, ok, np.inf).min(axis=-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("s", "t", "dim"), SIZES)
+def test_groups_and_positions(
+    vulkan: VulkanEngine, oracle: CpuEngine, monkeypatch: pytest.MonkeyPatch, s: int, t: int, dim: int
+) -> None:
+    """Held heads fold over their group, in one dispatch or, to the same bits, in several; every tile has those bits."""
+    k, q, w = normal(2, t, 2, dim), normal(2, s, 6, dim, seed=1), normal(6)
+    lengths = np.array([t, max(t - 3, 1)], np.int32)
+    arrays: dict[str, Any] = {"k": k, "q": q, "w": w, "key_lengths": lengths}
+    made = compare(vulkan, oracle, NEAR, arrays, causal=True, window=20)
+    chosen = block_fold_launch.choose_tile
+    for rows in (1, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(block_fold_launch, "choose_tile", lambda *args, n=rows: chosen(*args)._replace(rows=n))
+            patch.setattr(block_fold_launch, "MAX_ROUNDS", 1)  # one head of the group a dispatch
+            again = on(vulkan, NEAR, arrays, causal=True, window=20)
+        assert all(np.array_equal(a, b) for a, b in zip(made, again, strict=True))
+
+
+def test_rolled_loops_have_the_same_bits(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = normal(1, 20, 2, 12), normal(1, 31, 2, 12), normal(1, 31, 2, 12, seed=1)
+    chosen = block_fold_launch.choose_tile
+    results = []
+    for rolled in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                block_fold_launch, "choose_tile", lambda *args, r=rolled: chosen(*args)._replace(rows=1, rolled=r)
+            )
+            results.append(on(vulkan, SQUARED, {"q": q, "k": k, "v": v}))
+    assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+def spec_with(**more: Any) -> BlockFold:
+    base: dict[str, Any] = {"held": ["q"], "streamed": ["k"], "products": {"qk": ("q", "k")}, "values": {"y": TOTAL}}
+    base["walk"] = Walk([State("total", "sum", QK)])
+    return BlockFold("mine", **base | more)
+
+
+def test_descriptions_that_cannot_be() -> None:
+    y, soft = variable("y"), Walk([State("largest", "max", QK)])
+    for change, message in [
+        ({"values": {"y": QK}}, "y depends on qk; known there are total"),
+        ({"walk": Walk([State("total", "mean", QK)])}, "state total is a sum, or a max"),
+        ({"walk": Walk([State("total", "sum", variable("z"))])}, "total depends on z"),
+        ({"walk": Walk([*soft.states, State("total", "sum", QK * LARGEST)])}, "total depends on largest"),
+        ({"walk": Walk([State("total", "sum", QK * uniform(1))])}, "random numbers"),
+        ({"walk": Walk([State("total", "sum", equal(QK, 0.0))])}, "needed is a number"),
+        ({"unseen": QK}, "needed is a condition"),
+        ({"unseen": equal(QK, 0.0)}, "unseen depends on qk"),
+        ({"products": {"qk": ("k", "q")}}, "needed are a held and a streamed row"),
+        ({"products": {}}, "needs a held row, a streamed row and a product"),
+        ({"values": {}}, "no output"),
+        ({"shared": "both"}, "shared is 'both'"),
+        ({"numbers": {"w": "row"}}, "w is 'row', not one of held, streamed, head"),
+        ({"positions": {"at": "here"}}, "at is 'here', not one of held, streamed"),
+        ({"numbers": {"q": "held"}}, "q names more than one thing"),
+        ({"values": {"q": TOTAL}}, "q names more than one thing"),
+        ({"numbers": {"_w": "held"}}, "underscore"),
+        ({"absent": {"w": 1.0}}, "absent is of w"),
+        ({"dots": {"qq": ("q", "k")}}, "needed are two held rows"),
+        ({"start": {"w": TOTAL}}, "start is given for 'w'"),
+        ({"sums": [RowSum("y", "q", QK)]}, "no streamed row"),
+        (
+            {"sums": [RowSum("y", "k", QK, aligned=y + LARGEST)], "walk": soft, "values": {"z": LARGEST}},
+            "y \\* a factor",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            spec_with(**change)
+    with pytest.raises(ValueError, match="cannot go on"):
+        block_fold_glsl(spec_with(), continues=True)
+
+
+def test_misuse_of_the_verb(cpu: CpuEngine) -> None:
+    q, k = cpu.tensor(normal(1, 3, 4, 5)), cpu.tensor(normal(1, 6, 2, 5))
+    spec = spec_with(numbers={"w": "streamed"}, scalars=["by"])
+    good: dict[str, Any] = {"q": q, "k": k, "w": cpu.tensor(normal(1, 2, 6)), "by": 1.0}
+    for change, message in [
+        ({"w": cpu.tensor(normal(1, 6, 2))}, r"w has shape \(1, 6, 2\), needed is \(1, 2, 6\)"),
+        ({"w": None}, "w is None, needed is a tensor"),
+        ({"k": cpu.tensor(normal(1, 6, 3, 5)), "w": cpu.tensor(normal(1, 3, 6))}, "4 heads of held rows and 3"),
+        ({"k": cpu.tensor(normal(6, 2, 5))}, "not \\[batch, rows, heads, head_dim\\]"),
+        ({"k": cpu.tensor(normal(1, 6, 2, 4))}, "differ in batch or head_dim"),
+        ({"q": cpu.zeros((1, 3, 4, 5), "int32")}, "q is int32, needed is float32"),
+        ({"z": q}, "nothing is called z; it takes q, k, w, by"),
+        ({"causal": True}, "has no mask"),
+        ({"by": 1e300}, "does not fit float32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            cpu.block_fold(spec, **good | change)
+    with pytest.raises(ValueError, match="no value for by, w"):
+        cpu.block_fold(spec, q=q, k=k)
+    with pytest.raises(TypeError, match="is no BlockFold"):
+        cpu.block_fold("attention", q=q)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="window -1 is negative"):
+        cpu.block_fold(SQUARED, q=q, k=k, v=k, window=-1)
+    with pytest.raises(ValueError, match="key_lengths has shape"):
+        cpu.block_fold(SQUARED, q=q, k=k, v=k, key_lengths=cpu.zeros((2,), "int32"))
+    with pytest.raises(ValueError, match="causal cannot name"):
+        cpu.block_fold(spec_with(scalars=["causal"]), q=q, k=k)
