@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
-from .fusion import Call, Merge, Range, can_move, extent
+from .fusion import Call, Merge, Range, can_move, extent, overlap
 from .fusion_map_op import FusedMapOp, Plan, Slot, joint_op
 from .kernel import Kernel
 from .kernel_registry import is_available
@@ -44,7 +44,7 @@ class Recipe:
 _recipes: dict[tuple[object, object, tuple[int, ...], tuple[bool, ...]], Recipe | None] = {}
 
 
-class _Side(NamedTuple):
+class Side(NamedTuple):
     """One of the two calls: its kernel, tensors by pointer name, scalar values, number of elements, width."""
 
     kernel: MapKernel
@@ -54,7 +54,7 @@ class _Side(NamedTuple):
     wide: bool
 
     @classmethod
-    def of(cls, call: Call) -> _Side | None:
+    def of(cls, call: Call) -> Side | None:
         """None for a call that is not of expressions."""
         op = call.op
         if not isinstance(op, MapOp):
@@ -115,7 +115,7 @@ def _alive() -> bool:
 
 def make_recipe(first: Call, last: Call, pattern: tuple[int, ...], dead: tuple[bool, ...]) -> Recipe | None:
     """pattern: a number for each tensor of both calls, equal for equal bytes. dead: outputs nobody can read."""
-    sides = _Side.of(first), _Side.of(last)
+    sides = Side.of(first), Side.of(last)
     if sides[0] is None or sides[1] is None or sides[0].num_elements != sides[1].num_elements:
         return None
     one, two = sides[0], sides[1]
@@ -208,7 +208,8 @@ def elementwise_neighbours(calls: Sequence[Call]) -> Merge | None:
         between = calls[place + 1 : -1]
         if can_move(first, between):
             return Merge(RULE, place, merged, at_first=False)
-        if can_move(last, between):
+        unwritten = [some for some in first.writes() if some not in merged.writes()]
+        if can_move(last, between) and not any(overlap(unwritten, call.reads()) for call in between):
             return Merge(RULE, place, merged, at_first=True)
     return None
 

@@ -26,7 +26,7 @@ RULE = "norm + matmul"
 _STATS: dict[Op, Op] = {RMS_NORM: RMS_NORM_STATS, LAYER_NORM: LAYER_NORM_STATS}
 
 
-def late_rules(gpu: Recorder) -> dict[str, LateRule]:
+def norm_rules(gpu: Recorder) -> dict[str, LateRule]:
     """Op name -> the rule, for the norms."""
 
     def norm_matmul(call: Call, behind: Sequence[Call]) -> LateMerge | None:
@@ -58,7 +58,8 @@ def _only_reader(call: Call, behind: Sequence[Call]) -> int | None:
         return None
     others = [extent(t) for t in matmul.inputs[1:] if t is not None]
     fits = len(a.shape) == len(b.shape) == 2 and not overlap(bytes_of, others)
-    return found if fits and matmul.settings.get("precision", "float32") == "float32" else None
+    fits &= matmul.settings.get("precision", "float32") == "float32" and matmul.settings.get("epilogue") is None
+    return found if fits else None
 
 
 def _merged(gpu: Recorder, call: Call, behind: Sequence[Call], place: int) -> LateMerge | None:

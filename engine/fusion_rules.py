@@ -6,9 +6,12 @@ A rule is given the window, whose last call is the later one, and looks for its 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from .fusion import Call, Merge, Rule, can_move, extent, overlap
+from .fusion import Call, LateRule, Merge, Rule, can_move, extent, overlap
+from .fusion_epilogue import epilogue_rules
 from .fusion_map import elementwise_neighbours
+from .fusion_norm import norm_rules
 from .op import OPS, Op
 from .ops.activation import ACTIVATION
 from .ops.add import ADD_IN_PLACE
@@ -18,6 +21,9 @@ from .ops.layer_norm import LAYER_NORM_BACKWARD
 from .ops.matmul import MATMUL
 from .ops.rms_norm import RMS_NORM_BACKWARD
 from .tensor import Tensor
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
 
 _BIAS, _RESIDUAL, _OUT = 2, 3, 4  # inputs of matmul
 
@@ -53,6 +59,8 @@ def matmul_epilogue(calls: Sequence[Call]) -> Merge | None:
     out = matmul.inputs[_OUT]
     product = matmul.outputs[0] if out is None else out
     if extent(product) != extent(target) or matmul.inputs[_RESIDUAL] is not None:
+        return None
+    if matmul.settings.get("epilogue") is not None:  # one of its own
         return None
     inputs, settings, made, alive = list(matmul.inputs), dict(matmul.settings), matmul.made, matmul.alive
     if last.op is ACTIVATION:
@@ -117,3 +125,8 @@ def rules() -> dict[str, Sequence[Rule]]:
         if isinstance(op, MapOp):
             found.setdefault(op.name, []).append(elementwise_neighbours)
     return dict(found)
+
+
+def late_rules(gpu: Recorder) -> dict[str, LateRule]:
+    """Op name -> the rule to try when a call of that op is about to be launched."""
+    return {**norm_rules(gpu), **epilogue_rules(gpu)}

@@ -15,8 +15,7 @@ from .device_choice import choose_device
 from .dtypes import numpy_dtype
 from .errors import OutOfDeviceMemoryError
 from .fusion import Call, Fusion
-from .fusion_norm import late_rules
-from .fusion_rules import rules
+from .fusion_rules import late_rules, rules
 from .host_memory import available_bytes
 from .input_checks import check_dispatch
 from .kernel import Kernel
@@ -129,7 +128,7 @@ class VulkanEngine(PooledEngine):
         # Memory checks look at memory after every op as it was called.
         fusion = switches.get("VKFOLD_FUSION")
         if self._checks is None and fusion != "0":
-            # A norm repeated in every tile of a matmul saves bytes and costs arithmetic: CPUs have too little of that.
+            # They save bytes at the cost of arithmetic (a norm in every tile) or of compiling, which is dear on CPUs.
             late = late_rules(self.recorder) if fusion == "all" or not self.device.is_cpu else {}
             self.fusion = Fusion(self._launch_call, rules(), late)
             self.recorder.before_recording = self.fusion.drain

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vkfold.engine.expr import logistic, maximum, variables
+from vkfold.engine.expr import logistic, maximum, variable, variables
 from vkfold.engine.fold import FoldSpec
 from vkfold.engine.fusion import Fusion
 from vkfold.engine.fusion_map_op import FusedMapOp
@@ -103,7 +103,7 @@ def test_training_is_equal_to_the_bit_and_every_rule_fires_in_every_layer(
         assert fired.bytes_after < fired.bytes_before
     expected = {"residual + norm", "elementwise neighbours", "norm + matmul"}
     expected |= {"matmul + bias"} if kind == "gpt" else set()
-    expected |= {"matmul + residual"} if not dropout else set()
+    expected |= {"matmul + elementwise"} if dropout else {"matmul + residual"}
     for rule in expected:
         assert report[rule].times >= 2 * NUM_LAYERS, rule  # two micro-batches
 
@@ -305,6 +305,151 @@ def test_a_norm_that_is_needed_is_made(engine: VulkanEngine, change: Callable[..
     assert "norm + matmul" not in counts(engine)
 
 
+@pytest.mark.parametrize("layout", [{}, {"trans_a": True}, {"trans_b": True}, {"precision": "float16"}], ids=str)
+@pytest.mark.parametrize("lead", [(), (3,)])
+@pytest.mark.parametrize("noise", [False, True])
+def test_a_product_ends_in_what_reads_it(
+    engine: VulkanEngine, layout: dict[str, Any], lead: tuple[int, ...], noise: bool
+) -> None:
+    """Two ops behind the usual epilogue, with every kind of operand or noise: one launch, the same bits."""
+    a, b = ((9, 33) if layout.get("trans_a") else (33, 9)), ((18, 9) if layout.get("trans_b") else (9, 18))
+    given = arrays((*lead, *a), (*lead, *b), (18,), (*lead, 33, 18), (*lead, 33, 1), (1,))
+
+    def call(engine: VulkanEngine) -> list[np.ndarray]:
+        x, w, bias, other, scales, one = (engine.tensor(array) for array in given)
+        v, o, s, c = variables("v o s c")
+        engine.flush_batch()
+        y = engine.matmul(x, w, bias=bias, activation="silu", **layout)
+        y = engine.multiply(y, other) if noise else engine.map(v * s + o * c, v=y, s=scales, o=other, c=one)
+        y = engine.dropout(y, p=0.5, site=4) if noise else engine.silu(y)
+        return [y.numpy()]
+
+    check_same(engine, call)
+    assert counts(engine) == {"elementwise neighbours": 1, "matmul + elementwise": 1}
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_what_a_product_is_written_into_may_be_changed_in_place(engine: VulkanEngine, accumulate: bool) -> None:
+    a, b, c, other = arrays((7, 9), (9, 12), (7, 12), (7, 12))
+
+    def call(engine: VulkanEngine) -> list[np.ndarray]:
+        x, w, out, y = (engine.tensor(array) for array in (a, b, c, other))
+        engine.flush_batch()
+        engine.matmul(x, w, out=out, accumulate=accumulate, activation="relu")
+        engine.scale(y, 2.0)
+        engine.add_bias_(out, y.rows(0, 1).reshape(12))
+        return [out.numpy(), y.numpy()]
+
+    check_same(engine, call)
+    assert counts(engine) == {"matmul + elementwise": 1}
+
+
+def test_a_dropped_value_is_written_for_a_reader_between(engine: VulkanEngine) -> None:
+    """Two elementwise ops with a matmul between them that reads what the first made, and nobody else holds."""
+    a, b = arrays((8, 8), (8, 8))
+
+    def call(engine: VulkanEngine) -> list[np.ndarray]:
+        x, square = engine.tensor(a), engine.tensor(b)
+        engine.flush_batch()
+        y = engine.scale(x, 2.0)
+        z = engine.matmul(y, square)
+        w = engine.silu(y)
+        del y
+        engine.softmax(z)  # the pair before is looked at now
+        return [z.numpy(), w.numpy()]
+
+    check_same(engine, call)
+
+
+def product_then(engine: VulkanEngine, change: Callable[..., Any]) -> list[np.ndarray]:
+    """A product, something else, an elementwise op of the product, which is dropped."""
+    x, square, more, other = (engine.tensor(array) for array in arrays((8, 8), (8, 8), (8, 8), (8, 8)))
+    engine.flush_batch()
+    y = engine.matmul(x, square)
+    kept = change(engine, x, square, y, more)
+    z = engine.multiply(y, other)
+    del y, x
+    return [z.numpy(), *(tensor.numpy() for tensor in kept)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda engine, x, square, y, more: [y],  # still held
+        lambda engine, x, square, y, more: [engine.softmax(y)],  # a second reader, before
+        lambda engine, x, square, y, more: [engine.zero_(x)][:0],  # operands are overwritten
+        lambda engine, x, square, y, more: [engine.zero_(square.rows(7, 8))][:0],
+        lambda engine, x, square, y, more: [engine.zero_(y.rows(2, 3))][:0],  # the product is changed in part
+    ],
+)
+def test_a_product_that_is_needed_is_made(engine: VulkanEngine, change: Callable[..., Any]) -> None:
+    check_same(engine, lambda engine: product_then(engine, change))
+    assert "matmul + elementwise" not in counts(engine)
+
+
+def test_a_product_is_not_stored_over_what_its_end_reads(engine: VulkanEngine) -> None:
+    """The result may lie where a dropped operand was, or be an operand of its own: sums are stored there first."""
+    a, b, other = arrays((8, 8), (8, 8), (8, 8))
+
+    def call(engine: VulkanEngine) -> list[np.ndarray]:
+        x, w, stream = (engine.tensor(array) for array in (a, b, other))
+        x = engine.softmax(x)
+        engine.flush_batch()
+        y = engine.matmul(x, w)
+        place = x.address
+        del x
+        z = engine.scale(y, 2.0)
+        assert z.address == place
+        del y
+        engine.add_(stream, engine.matmul(z, w))
+        return [z.numpy(), stream.numpy()]
+
+    check_same(engine, call)
+    assert not counts(engine)
+
+
+def test_more_operands_than_fit_stay_outside(engine: VulkanEngine) -> None:
+    names = "p q r s t"
+    given = arrays((8, 8), (8, 8), *[(8, 8)] * 5)
+
+    def call(engine: VulkanEngine) -> list[np.ndarray]:
+        x, w, *others = (engine.tensor(array) for array in given)
+        residual = others[0]
+        engine.flush_batch()
+        expression = sum(variables(names), variable("y") * variable("factor"))
+        y = engine.matmul(x, w, residual=residual)
+        operands = dict(zip(names.split(), [others[1], *others[1:]], strict=True))
+        z = engine.map(expression, y=y, factor=0.5, **operands)
+        del y
+        return [z.numpy()]
+
+    check_same(engine, call)
+    assert not counts(engine)
+
+
+def random_step(engine: VulkanEngine, rng: Any, x: Tensor, y: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """One elementwise op of x, of a kind that a product may end in, in place or not."""
+    a, b, row, column = variables("a b row column")
+    what = rng.integers(0, 8)
+    if what == 0:
+        return engine.affine(x, factor=0.75, offset=0.125)
+    if what == 1:
+        return engine.dropout_add(y, x, p=0.25, site=int(rng.integers(0, 3)))
+    if what == 2:
+        return engine.map(a * logistic(b) * row + column, a=x, b=y, row=scales, column=weight)
+    if what == 3:
+        return engine.map(maximum(a * row, -1.0), a=x, row=0.5)
+    if what == 4:
+        return engine.multiply(y, x)
+    if what == 5:
+        return engine.activation_backward(x, y, "gelu")
+    if what == 6:
+        engine.add_bias_(x, weight)
+    else:
+        engine.add_(x, y)
+    return x
+
+
 def random_program(seed: int, ops: int = 25) -> Callable[[VulkanEngine], list[np.ndarray]]:
     """A program that drops, aliases, overwrites and takes views at random; it gives every value that is still held."""
 
@@ -318,9 +463,11 @@ def random_program(seed: int, ops: int = 25) -> Callable[[VulkanEngine], list[np
         square, weight = engine.tensor(0.3 * np.eye(8) + 0.01), engine.tensor(np.linspace(0.5, 1.5, 8))
         rstds = engine.tensor(np.linspace(0.2, 0.9, 6))
         wide = engine.tensor(np.tile(0.5 * np.eye(8), 2))
+        scales = engine.tensor(np.linspace(0.3, 1.2, 6).reshape(6, 1))
         for _ in range(ops):
             x, y = pick(values), pick(values)
-            what = rng.integers(0, 12)
+            activation = (None, "relu", "silu")[rng.integers(0, 3)]
+            what = rng.integers(0, 14)
             if what == 0:
                 values.append(engine.matmul(x, square))
                 if rng.integers(0, 2):
@@ -361,6 +508,16 @@ def random_program(seed: int, ops: int = 25) -> Callable[[VulkanEngine], list[np
                 del normed
                 if rng.integers(0, 2):
                     engine.add_(y, values[-1])
+            elif what in (11, 12):
+                product = engine.matmul(x, square, bias=weight if rng.integers(0, 2) else None, activation=activation)
+                for _ in range(rng.integers(1, 4)):
+                    product = random_step(engine, rng, product, pick(values), weight, scales)
+                if rng.integers(0, 2):
+                    values.append(product)
+                elif x is not y:  # into what somebody else sees
+                    engine.matmul(x, square, out=y, accumulate=bool(rng.integers(0, 2)))
+                    engine.add_(y, product)
+                del product
             while len(values) > 6:
                 del values[rng.integers(0, len(values))]
             del x, y
@@ -377,6 +534,7 @@ def test_random_programs_give_the_same_bits(engine: VulkanEngine, seeds: range) 
         "matmul + bias",
         "matmul + activation",
         "matmul + residual",
+        "matmul + elementwise",
         "residual + norm",
         "elementwise neighbours",
     }

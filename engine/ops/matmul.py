@@ -87,28 +87,32 @@ def layout_of(a: TensorSpec, b: TensorSpec, trans_a: bool, trans_b: bool) -> Lay
     return Layout(product, shape.stride_a, shape.stride_b, a_row, a_k, b_col, b_k)
 
 
-def _plan(
+def plan_for(
     gpu: Recorder,
-    layout: Layout,
-    letters: str,
+    a: Tensor,
+    b: Tensor,
+    trans_a: bool,
+    trans_b: bool,
     accumulate: bool,
-    precision: str,
-    aligned: bool,
-    own: OwnEpilogue | None = None,
+    precision: str = "float32",
+    epilogue: OwnEpilogue | None = None,
 ) -> Plan:
     """Choose a variant that is known to be right, and work out its dispatch. Kept, since steps repeat.
 
-    aligned: both operands start on 8 bytes. own: the epilogue, where it is not the usual one.
+    epilogue: None for the usual one.
     """
+    layout, letters = layout_of(a.spec, b.spec, trans_a, trans_b), f"{'NT'[trans_a]}{'NT'[trans_b]}"
     chooser = MatmulChooser.of(gpu)
-    key = (layout, letters, accumulate, precision, aligned, chooser.forced(), switches.raw("VKFOLD_TUNE"), own)
+    aligned = not (a.address | b.address) & 7  # both operands start on 8 bytes
+    tuned = switches.raw("VKFOLD_TUNE")
+    key = (layout, letters, accumulate, precision, aligned, chooser.forced(), tuned, epilogue)
     plan = chooser.plans.get(key)
     while plan is None:
         choice = chooser.choose(layout.product, letters, precision)
         kinds = {accumulate, accumulate or layout.product.k > MAX_SLICE}
         pairs = pairs_of(gpu, layout, choice) if aligned else PLAIN
         if all(checked(gpu, chooser, choice.variant, resumes, pairs) for resumes in kinds):
-            plan = chooser.plans[key] = plan_of(gpu, chooser.device, layout, choice, pairs, epilogue=own)
+            plan = chooser.plans[key] = plan_of(gpu, chooser.device, layout, choice, pairs, epilogue=epilogue)
     return plan
 
 
@@ -222,8 +226,7 @@ class MatmulOp(Op):
         layout = layout_of(a.spec, b.spec, trans_a, trans_b)
         batch, m, n, _ = layout.product
         if batch * m * n:
-            aligned = not (a.address | b.address) & 7
-            plan = _plan(gpu, layout, f"{'NT'[trans_a]}{'NT'[trans_b]}", accumulate, precision, aligned, epilogue)
+            plan = plan_for(gpu, a, b, trans_a, trans_b, accumulate, precision, epilogue)
             own = [t for t in operands if t is not None]
             run_plan(gpu, plan, layout, a, b, c, Epilogue(bias, residual, activation, accumulate, own, numbers))
 

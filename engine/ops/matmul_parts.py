@@ -129,7 +129,7 @@ def own_epilogue(
         if not is_whole(given[name]) or not 0 <= given[name] < 2**32:
             raise ValueError(f"matmul: {name} is {described(given[name])}, needed is a whole number of 32 bits")
         values.append(int(given[name]))
-    return own_form(root, names, kinds, numbers, wholes), tensors, tuple(values)
+    return own_form(simplify(root), names, kinds, numbers, wholes), tensors, tuple(values)
 
 
 @lru_cache(maxsize=1024)
@@ -138,13 +138,13 @@ def own_form(
 ) -> OwnEpilogue:
     """The form of an epilogue, from the names of its tensors, numbers and whole numbers.
 
-    Simplified and with names of its own: those that differ in names alone are one kernel. Raises ValueError for more
-    arguments than a dispatch takes.
+    It has names of its own: those that differ in names alone are one kernel. Raises ValueError for more arguments than
+    a dispatch takes.
     """
     new = {variable(name): variable(f"x{i}") for i, name in enumerate(tensors)}
     new |= {variable(name): variable(f"s{i}") for i, name in enumerate(numbers)}
     new |= {whole(name): whole(f"n{i}") for i, name in enumerate(wholes)}
-    form = OwnEpilogue(substitute([simplify(root)], new)[0], kinds, (len(numbers), len(wholes)))
+    form = OwnEpilogue(substitute([root], new)[0], kinds, (len(numbers), len(wholes)))
     try:
         Kernel("matmul epilogue", "", kernel_arguments(Parts(epilogue=form)), local_size=1)
     except ValueError as error:
