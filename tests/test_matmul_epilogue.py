@@ -11,12 +11,13 @@ import pytest
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.expr import cast, clamp, exp, fma, logistic, random_below, tanh, variable, variables, where, whole
 from vkfold.engine.expr_numpy import evaluate
+from vkfold.engine.matmul_choice import MatmulChooser
 from vkfold.engine.matmul_variants import Capabilities, all_variants, variants
 from vkfold.engine.ops.activation import activation_of
 from vkfold.engine.ops.matmul_launch import MAX_SLICE
 from vkfold.engine.ops.matmul_parts import BIAS, RESIDUAL, SUM, USUAL_EPILOGUE, usual_epilogue
 from vkfold.engine.tensor import Tensor
-from vkfold.engine.variant_choice import MatmulChooser, forced_variant
+from vkfold.engine.variant_choice import forced_variant
 from vkfold.engine.vulkan_engine import VulkanEngine
 
 TRANSPOSES = list(itertools.product((False, True), repeat=2))
