@@ -23,9 +23,8 @@ def evaluate(roots: Iterable[Expr], *, step: StepParameters | None = None, **arr
     """
     roots = expanded(roots)
     order = topological(roots)
-    wholes = {node.name for node in order if node.op == "whole"}
     held = {name: np.asarray(array) for name, array in arrays.items()}
-    dtype = np.result_type(np.float32, *[a.dtype for name, a in held.items() if a.ndim and name not in wholes])
+    dtype = np.result_type(np.float32, *[a.dtype for a in held.values() if a.ndim and a.dtype.kind == "f"])
     shape = np.broadcast_shapes(*[array.shape for array in held.values()])
     last_use = {arg: node for node in order for arg in node.args}  # values are dropped after it
     values: dict[Expr, Any] = {}

@@ -18,11 +18,12 @@ def simplify(root: Expr) -> Expr:
     """An expression of the same value, to the bit (a NaN may be another NaN)."""
     new: dict[Expr, Expr] = {}
     for node in topological([root]):
-        new[node] = _simpler(node.op, [new[arg] for arg in node.args]) if node.args else node
+        new[node] = _made(node.op, *[new[arg] for arg in node.args]) if node.args else node
     return new[root]
 
 
-def _simpler(op: str, args: list[Expr]) -> Expr:
+def _made(op: str, *args: Expr) -> Expr:
+    """An operation of simplified arguments, simplified."""
     if all(arg.op == "constant" for arg in args):
         folded = _fold(op, [arg.number for arg in args])
         if folded is not None:
@@ -88,24 +89,24 @@ def _mul(a: Expr, b: Expr) -> Expr | None:
         if _is(one, 1.0):
             return other
         if _is(one, -1.0):
-            return _neg(other) or -other
+            return _made("neg", other)
     return a.args[0] * b.args[0] if a.op == b.op == "neg" else None
 
 
 def _div(a: Expr, b: Expr) -> Expr | None:
     if _is(b, 1.0):
         return a
-    return _neg(a) or -a if _is(b, -1.0) else None
+    return _made("neg", a) if _is(b, -1.0) else None
 
 
 def _fma(a: Expr, b: Expr, c: Expr) -> Expr | None:
     if _is(c, -0.0):
-        return _mul(a, b) or a * b
+        return _made("mul", a, b)
     for one, other in ((a, b), (b, a)):
         if _is(one, 1.0):
-            return _add(other, c) or other + c
+            return _made("add", other, c)
         if _is(one, -1.0):
-            return _sub(c, other) or c - other
+            return _made("sub", c, other)
     return fma(a.args[0], b.args[0], c) if a.op == b.op == "neg" else None
 
 

@@ -61,7 +61,28 @@ def smooth(children: st.SearchStrategy[e.Expr]) -> st.SearchStrategy[e.Expr]:
     )
 
 
+def general(children: st.SearchStrategy[e.Expr]) -> st.SearchStrategy[e.Expr]:
+    """Every operation that makes a float, conditions and random numbers included."""
+    by_size = {n: sorted(op for op, s in e.SIGNATURES.items() if s == "f" * n + "->f") for n in (1, 2, 3)}
+    plain = st.builds(e.make, st.sampled_from(sorted(e.COMPARISONS)), children, children)
+    drawn = st.sampled_from([e.random_below(2**31, 1), e.same(e.whole("n"), 3), e.below(e.whole("n"), 5)])
+    condition = st.one_of(
+        plain,
+        drawn,
+        st.builds(e.make, st.sampled_from(["and", "or"]), plain, drawn),
+        st.builds(e.make, st.sampled_from(["and", "or"]), plain, plain),
+        st.builds(lambda x: ~x, plain),
+    )
+    return st.one_of(
+        st.builds(e.make, st.sampled_from(by_size[1]), children),
+        st.builds(e.make, st.sampled_from(by_size[2]), children, children),
+        st.builds(e.make, st.sampled_from(by_size[3]), children, children, children),
+        st.builds(e.where, condition, children, children),
+    )
+
+
 EXACT = st.recursive(LEAVES, exact, max_leaves=10)
+GENERAL = st.recursive(st.one_of(LEAVES, st.just(e.uniform(2))), general, max_leaves=12)
 SMOOTH = st.recursive(LEAVES, smooth, max_leaves=6)
 
 
@@ -167,6 +188,55 @@ def test_simplify_keeps_the_bits(root: e.Expr) -> None:
         assert got.dtype == want.dtype == dtype
         assert np.array_equal(got, want, equal_nan=True)
         assert np.array_equal(np.signbit(got)[~np.isnan(got)], np.signbit(want)[~np.isnan(want)])
+
+
+def values(root: e.Expr, dtype: Any) -> np.ndarray:
+    """On pairs of special and ordinary numbers, any NaN being 7."""
+    a, b = np.concatenate([PAIRS, np.random.default_rng(4).uniform(-3, 3, (2, 31))], axis=1).astype(dtype)
+    got = evaluate([root], a=a, b=b, n=np.arange(a.size) % 7, step=StepParameters(seed=1))[0]
+    assert got.dtype == dtype
+    return np.where(np.isnan(got), dtype(7), got).view(np.uint32)
+
+
+@settings(WORK, max_examples=300)
+@given(root=GENERAL)
+def test_any_expression_simplifies_and_derives(root: e.Expr) -> None:
+    """Whatever the operations: nothing raises, and simplified it has the same bits, as have its derivatives."""
+    for node in (root, first := derivative(root, A), derivative(first, B)):
+        for dtype in (np.float32, np.float64):
+            assert np.array_equal(values(simplify(node), dtype), values(node, dtype)), glsl_statements({"y": node}, "T")
+
+
+@settings(WORK, max_examples=300)
+@given(root=GENERAL)
+def test_any_derivative_is_the_finite_difference(root: e.Expr) -> None:
+    """Where numbers stay tame and the slopes of both sides agree: away from corners, jumps and poles."""
+    order = topological([root])
+    if any(node.op in ("float16", "bfloat16") for node in order):
+        return  # by convention these have another derivative than their values
+    a, b = np.random.default_rng(6).uniform(-2, 2, (2, 40))
+    rest: dict[str, Any] = {"b": b, "n": np.arange(40) % 7, "step": StepParameters(seed=1)}
+    low, here, high = (evaluate([root], a=a + shift * 1e-6, **rest)[0] for shift in (-1, 0, 1))
+    with np.errstate(invalid="ignore"):
+        below, above = (here - low) / 1e-6, (high - here) / 1e-6
+    floats = evaluate([node for node in order if node.kind == "f"], a=a, **rest)
+    tame = np.all([np.abs(value) < 100 for value in floats], axis=0) & (np.abs(below) < 100)
+    smooth = tame & (np.abs(above - below) < 1e-3)
+    analytic = evaluate([derivative(root, A)], a=a, **rest)[0]
+    wrong = smooth & ~(np.abs(analytic - above) < 2e-3)
+    assert not wrong.any(), (glsl_statements({"y": root}, "T"), a[wrong], b[wrong])
+
+
+@pytest.mark.parametrize(
+    ("root", "expected"),
+    [
+        (-1.0 * e.make("neg", A), A), (e.make("neg", A) / -1.0, A), (e.fma(1.0, A, -B), A - B),
+        (e.fma(A, 1.0, e.constant(-0.0)), A), (e.fma(-A, -1.0, B), B + A), (e.fma(-1.0, A, B), B - A),
+    ],
+)  # fmt: skip
+def test_simplified_twice_over(root: e.Expr, expected: e.Expr) -> None:
+    """What one identity leaves another may simplify."""
+    assert simplify(root) is expected
 
 
 def test_simplify_removes_exact_identities_only() -> None:
