@@ -66,6 +66,7 @@ class OpProfiler:
         self.engine.end_batch()
         self.engine.profiler = None
         self.engine.recorder.trace = None
+        self.engine.recorder.finish()
         for pool in self._pools:
             pool.destroy()
         self._pools.clear()

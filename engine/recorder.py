@@ -61,6 +61,7 @@ class Recorder:
         self._in_flight: list[Batch] = []
         self._spare: list[Batch] = []
         self._staging: list[Buffer] = []
+        self._owned: list[Buffer] = []
         self._staging_used = STAGING_BYTES  # of the newest staging buffer of the open batch
         self.step_address = 0
         self.op_work = 0.0  # of the op being launched; set by the engine
@@ -102,6 +103,12 @@ class Recorder:
     def aside(self) -> Recorder:
         """A recorder with the same pipelines, for work apart from the open batch. Close it."""
         return Recorder(self.device, self.pipelines)
+
+    def own_buffer(self, nbytes: int, *, host_visible: bool) -> Buffer:
+        """A new buffer that `close` destroys, once nothing uses it. Raises OutOfDeviceMemoryError."""
+        buffer = self.device.create_buffer(nbytes, host_visible)
+        self._owned.append(buffer)
+        return buffer
 
     def make_ahead(self, recipes: Iterable[Recipe]) -> int:
         """Make the pipelines of recipes that are not there yet, all at once. Returns how many were made."""
@@ -252,7 +259,7 @@ class Recorder:
     def _new_staging(self) -> Buffer:
         # Uploads larger than what may be in flight wait for the oldest batch instead of growing without bound.
         while len(self._in_flight) > 8:
-            self._reclaim(self._in_flight.pop(0))
+            self._finish_oldest()
         return self._staging.pop() if self._staging else self.device.create_buffer(STAGING_BYTES, host_visible=True)
 
     def read(self, buffer: Buffer, offset: int, nbytes: int) -> bytearray:
@@ -274,8 +281,10 @@ class Recorder:
                 self.submit()
                 self.wait()
                 result[start : start + count] = staging.mapping[:count]
-        finally:
-            self._staging.append(staging)
+        except BaseException:
+            self.retire(staging)  # an interrupt: the copy into it may still run
+            raise
+        self._staging.append(staging)
         return result
 
     # -- submits -----------------------------------------------------------------------------------------------------
@@ -367,12 +376,27 @@ class Recorder:
     def wait(self) -> None:
         """Wait for all submitted batches and reclaim what they held."""
         while self._in_flight:
-            self._reclaim(self._in_flight.pop(0))
+            self._finish_oldest()
         if self.transfers is not None:
             self.transfers.wait()
 
+    def finish(self) -> None:
+        """Submit what is recorded and wait until the device does nothing more: what it used may be destroyed. Holds
+        after an interrupt, too."""
+        self.submit()
+        self.wait()
+        self.device.wait_idle()  # for a submit that an interrupt kept from being noted
+
+    def _finish_oldest(self) -> None:
+        try:
+            self._in_flight[0].fence.wait()  # an interrupt leaves it in flight
+        except VkfoldError:  # the device is lost: it does nothing any more
+            del self._in_flight[0]
+            raise
+        self._reclaim(self._in_flight.pop(0))
+
     def _reclaim(self, batch: Batch) -> None:
-        batch.fence.wait()
+        """Take back what a batch held, whose fence has signalled."""
         batch.fence.reset()
         if batch.commands is not None:
             batch.commands.reset()
@@ -408,20 +432,20 @@ class Recorder:
 
     def close(self) -> None:
         """Submit what is recorded, wait for everything, destroy everything."""
-        self.submit()
-        self.wait()
+        self.finish()
         if self.transfers is not None:
             self.transfers.close()
             self.transfers = None
         for batch in self._spare:
             batch.commands.destroy()
             batch.fence.destroy()
-        for buffer in self._staging:
+        for buffer in (*self._staging, *self._owned):
             self.device.destroy_buffer(buffer)
         if self._owns_pipelines:
             self.pipelines.destroy()
         self._spare.clear()
         self._staging.clear()
+        self._owned.clear()
 
 
 def place_of(tensor: Tensor) -> Place:

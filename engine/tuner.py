@@ -48,8 +48,9 @@ class Timer:
         return second - first
 
     def close(self) -> None:
-        """Give the query pool back."""
+        """Give the query pool back, once nothing uses it: an interrupt may have left the device at work."""
         if self._pool is not None:
+            self._gpu.finish()
             self._pool.destroy()
 
 

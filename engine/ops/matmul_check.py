@@ -64,8 +64,8 @@ def _compare(
     starts = dict(zip(sizes, np.cumsum([0, *(-(-size // 4) * 4 for size in sizes.values())]).tolist(), strict=False))
     total = 4 * (starts["c"] + sizes["c"])
     aside = gpu.aside()
-    buffer = gpu.device.create_buffer(total, host_visible=True)
     try:
+        buffer = aside.own_buffer(total, host_visible=True)
         memory = np.frombuffer(buffer.mapping, np.float32, total // 4)
         where = {name: buffer.address + 4 * start for name, start in starts.items()}
 
@@ -96,4 +96,3 @@ def _compare(
         return ""
     finally:
         aside.close()
-        gpu.device.destroy_buffer(buffer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from ..matmul_choice import MatmulChooser, tuning_key
 from ..matmul_variants import Choice, candidates, estimate
@@ -33,20 +32,20 @@ def tune_product(gpu: Recorder, layout: Layout, letters: str, *, rounds: int = 5
 def _measure(gpu: Recorder, layout: Layout, choices: Sequence[Choice], *, rounds: int) -> dict[str, float]:
     device = MatmulChooser.of(gpu).device
     batch, m, n, k = layout.product
-    with ExitStack() as stack:
-        aside = gpu.aside()
-        stack.callback(aside.close)
-        places = []
+    aside = gpu.aside()
+    try:
+        buffers = []
         for elements in (layout.batch_a * (batch - 1) + m * k, layout.batch_b * (batch - 1) + k * n, batch * m * n):
             nbytes = 4 * max(1, elements)
-            buffer = gpu.device.create_buffer(nbytes, host_visible=False)
-            stack.callback(gpu.device.destroy_buffer, buffer)
-            aside.fill_buffer(buffer, 0, nbytes, HALF)
-            places.append(buffer.address)
+            buffers.append(aside.own_buffer(nbytes, host_visible=False))
+            aside.fill_buffer(buffers[-1], 0, nbytes, HALF)
+        a, b, c = (buffer.address for buffer in buffers)
         aside.op_work = 2.0 * layout.product.work
         plans = {choice: plan_of(aside, device, layout, choice, pairs_of(gpu, layout, choice)) for choice in choices}
 
         def record(choice: Choice) -> None:
-            run_plan(aside, plans[choice], layout, places[0], places[1], places[2], Epilogue())
+            run_plan(aside, plans[choice], layout, a, b, c, Epilogue())
 
         return measure_in_turns(aside, choices, record, rounds=rounds)
+    finally:
+        aside.close()
