@@ -19,6 +19,8 @@ import struct
 from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
+import numpy as np
+
 # operation -> its arguments and, after the arrow, its result: f float, b condition, u whole number
 SIGNATURES = {
     "variable": "->f",
@@ -146,7 +148,7 @@ def make(op: str, *args: Expr | float) -> Expr:
     if not wanted or "".join(arg.kind for arg in given) != wanted:
         raise ValueError(
             f"no operation {op!r} of {', '.join(map(repr, given))}: conditions go into where(), &, | and ~, whole "
-            "numbers into same(), below() and random ones"
+            "numbers into same(), below() and random ones; values are compared with equal(), not =="
         )
     return _node(op, given, "", 0.0)
 
@@ -157,18 +159,29 @@ def variable(name: str) -> Expr:
 
 
 def _checked(name: str) -> str:
-    plain = name.isidentifier() and name.isascii() and "__" not in name and not name.startswith("gl_")
-    if not plain or name in RESERVED_NAMES:
-        raise ValueError(f"{name!r} cannot name a variable")
+    plain = isinstance(name, str) and name.isidentifier() and name.isascii() and "__" not in name
+    if not plain or name.startswith("gl_") or name in RESERVED_NAMES:
+        raise ValueError(
+            f"{name!r} cannot name a variable: use ASCII letters, digits and single underscores, not "
+            f"gl_ in front, and none of {', '.join(sorted(RESERVED_NAMES))}"
+        )
     return name
 
 
 def whole(what: str | int) -> Expr:
-    """A whole number of 32 bits, by name (a kernel's uint) or value. Raises ValueError for one that does not fit."""
+    """A whole number of 32 bits, by name (a kernel's uint) or value.
+
+    Raises ValueError for what is no whole number, or does not fit.
+    """
     if isinstance(what, str):
         return _node("whole", (), _checked(what), 0.0)
+    if not isinstance(what, (int, np.integer)) or isinstance(what, bool):
+        raise ValueError(
+            f"{what!r} is no whole number: give an int, or the name of one; a probability p is a threshold "
+            "of round(p * 2**32)"
+        )
     if not 0 <= what < 2**32:
-        raise ValueError(f"{what} does not fit 32 bits")
+        raise ValueError(f"{what} does not fit 32 bits: give a whole number from 0 to 2^32 - 1")
     return _node("number", (), "", float(what))
 
 
@@ -188,7 +201,10 @@ def fma(a: Expr | float, b: Expr | float, c: Expr | float) -> Expr:
 
 
 def exp(x: Expr | float, *, nonpositive: bool = False) -> Expr:
-    """e to the x; on the device 0 where that is below 2^-126. nonpositive: x is at most 0 or so, which is cheaper."""
+    """e to the x; on the device exactly 0 for x below -87, where the result is below 1.4 * 2^-126.
+
+    nonpositive: x is at most 0 or so, which is cheaper.
+    """
     return make("exp_nonpositive" if nonpositive else "exp", x)
 
 
@@ -198,7 +214,7 @@ def log(x: Expr | float) -> Expr:
 
 
 def rsqrt(x: Expr | float) -> Expr:
-    """1 / sqrt(x): inf at 0, NaN below."""
+    """1 / sqrt(x): inf at 0 of either sign, NaN below."""
     return make("rsqrt", x)
 
 
@@ -276,11 +292,11 @@ def _wholes(*numbers: Expr | int) -> list[Expr]:
 
 
 def random_below(threshold: Expr | int, site: Expr | int) -> Expr:
-    """Whether the element's random 32 bits are below `threshold`: true for one in 2^32 / threshold.
+    """Whether the element's random 32 bits are below `threshold`: with probability p for round(p * 2**32).
 
     The bits are word e % 4 of the Philox block with counter (e / 4, step, micro-batch, site) and the seed as key (see
     engine/philox.py), e being the element's index in the output: they depend on nothing else, and computing them again
-    gives them again. threshold, site: `whole` numbers.
+    gives them again. threshold, site: `whole` numbers, or ints of 0 to 2^32 - 1. Raises ValueError for others.
     """
     return make("random_below", *_wholes(threshold, site))
 

@@ -70,7 +70,7 @@ def _apply(op: str, args: list[Any]) -> Any:
     if op == "log":
         return np.log(args[0])
     if op == "rsqrt":
-        return 1 / np.sqrt(args[0])
+        return 1 / np.sqrt(args[0] + 0)  # + 0: inf at -0 as well
     if op == "add":
         return args[0] + args[1]
     if op == "sub":

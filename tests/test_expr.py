@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vkfold.engine import expr as e
-from vkfold.engine.expr_derivative import derivative
+from vkfold.engine.expr_derivative import derivative, pullback
 from vkfold.engine.expr_glsl import KINDS, glsl_function, glsl_statements
 from vkfold.engine.expr_numpy import evaluate
 from vkfold.engine.expr_simplify import simplify
@@ -178,6 +178,35 @@ def test_branch_not_taken_is_zero() -> None:
     assert got[:3].tolist() == [1, 0, 0.5] and np.isnan(got[3])
 
 
+def test_branches_not_taken_are_zero_in_sums_and_products() -> None:
+    """Where each of several branches is not taken, under conditions of their own, an infinite factor finds nothing."""
+    one, two = e.maximum(A, 0.0), e.maximum(2.0 * A, 0.0)
+    first = e.rsqrt(e.where(A > B, A - B, 0.0) + e.minimum(one, 3.0))
+    for root, at in [
+        (e.rsqrt(one + two), -1),
+        (e.log(one - two), -1),
+        (e.log(one * two), -1),
+        (first, -2),
+        (first, -1),
+    ]:
+        assert evaluate([derivative(root, A)], a=np.array([at], np.float32), b=np.zeros(1, np.float32))[0] == 0, at
+        steep = pullback(one + two, "a")
+        assert evaluate(steep.values(), a=np.array([-1.0]), dy=np.array([np.inf]))[0] == 0
+    # half of it is not taken, the other half is
+    assert evaluate([derivative(e.exp(one + A), A)], a=np.array([-1.0, 2.0]))[0] == pytest.approx(
+        [np.exp(-1), 2 * np.exp(4)]
+    )
+
+
+def test_a_deep_chain_of_branches_derives_in_no_time() -> None:
+    """Every choice is in the derivative once, however many follow each other."""
+    root: e.Expr = A
+    for _ in range(40):
+        root = e.maximum(root, 0.1 * root) + e.maximum(root, 0.0)
+    assert len(topological([derivative(root, A)])) < 2000
+    assert evaluate([derivative(root, A)], a=np.array([1.0, -1.0]))[0] == pytest.approx([2.0**40, 0.1**40], abs=0)
+
+
 @WORK
 @given(root=EXACT)
 def test_simplify_keeps_the_bits(root: e.Expr) -> None:
@@ -275,7 +304,7 @@ def test_fma_rounds_once() -> None:
 @pytest.mark.parametrize("function", [e.exp, e.log, e.rsqrt, e.tanh, e.logistic])
 def test_functions_at_the_ends(vulkan: VulkanEngine, function: Any) -> None:
     """Infinities, NaN, 0 and the edges of overflow are as in NumPy."""
-    x = np.array([np.inf, -np.inf, np.nan, 0, 1, -1, 88.7, 88.8, -86.9, -104, 1e4, -1e4, 3e38, -3e38], np.float32)
+    x = np.array([np.inf, -np.inf, np.nan, 0, -0.0, 1, -1, 88.7, 88.8, -86.9, -104, 1e4, -1e4, 3e38, -3e38], np.float32)
     got, want = on_device(vulkan, function(A), x, x), evaluate([function(A)], a=x)[0]
     special = ~np.isfinite(want) | (np.abs(want) < 2.0**-126)
     assert np.array_equal(got[special], np.where(np.abs(want) < 2.0**-126, 0, want)[special], equal_nan=True)
@@ -375,6 +404,18 @@ def test_misuse_is_refused() -> None:
         (A < B) & A
     with pytest.raises(ValueError, match="does not fit 32 bits"):
         e.uniform(-1)
+    for wrong in (0.25, 3.0, True, None, np.float32(1)):
+        for call in (e.whole, e.uniform, lambda n: e.random_below(n, 1), lambda n: e.random_below(1, n)):
+            with pytest.raises(ValueError, match="is no whole number"):
+                call(wrong)
+    for big in (2**32, np.int64(-1), np.uint64(2**63)):
+        with pytest.raises(ValueError, match="does not fit 32 bits"):
+            e.random_below(big, 1)
+    assert e.whole(np.uint32(7)) is e.whole(7)
+    with pytest.raises(ValueError, match=r"compared with equal\(\)"):
+        e.where(A == B, 1.0, 0.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="one string"):
+        pullback(A, ["a"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="whole numbers into same"):
         e.make("add", e.whole("n"), A)
     with pytest.raises(ValueError, match="step="):

@@ -101,6 +101,37 @@ def test_gradients(oracle: CpuEngine, vulkan: VulkanEngine) -> None:
         pullback(X * e.variable("dy"), "x")
 
 
+@pytest.mark.parametrize(
+    ("chain", "expected"),
+    [
+        (e.where(X < 1.0, 1.0, 2.0), {"d_x": 0.0}),
+        (X + 0.0 * B, {"d_x": 3.0, "d_b": 0.0}),
+        (X * 2.0, {"d_x": 6.0}),
+        ({"p": X + B * R, "q": e.where(e.same(e.whole("n"), 1), X, X)}, {"d_x": 6.0, "d_r": None}),
+    ],
+)
+def test_a_gradient_takes_all_inputs_of_its_chain(
+    vulkan: VulkanEngine, cpu: CpuEngine, chain: Any, expected: dict[str, float | None]
+) -> None:
+    """Also those it does not depend on; a constant one has the chain's shape. Other names are still refused."""
+    gradient = pullback(chain, " ".join(name[2:] for name in expected))
+    for engine in (vulkan, cpu):
+        bias, dy = engine.tensor(normal(6, seed=1)), engine.tensor(np.full((4, 6), 3.0))
+        given = {"x": engine.tensor(normal(4, 6)), "b": bias, "r": engine.tensor(normal(4, 1)), "n": 1}
+        given |= dict.fromkeys(("dy", "d_p", "d_q"), dy)
+        given = {name: given[name] for name in gradient.inputs}
+        made = engine.map(gradient, **given)
+        for name, value in expected.items():
+            want = np.full((4, 6), value) if value is not None else 3.0 * np.broadcast_to(bias.numpy(), (4, 6))
+            assert np.array_equal(made[name].numpy(), want), name
+        needed = {name: given[name] for name in given if name not in ("b", "n") or None in expected.values()}
+        assert engine.map(gradient, **needed)["d_x"].shape == (4, 6)
+        with pytest.raises(ValueError, match="nothing is called dx; the expressions have"):
+            engine.map(gradient, **given, dx=dy)
+        with pytest.raises(ValueError, match="x is '1' of type str, needed is a tensor or a number"):
+            engine.map(gradient, **{**given, "x": "1"})  # type: ignore[arg-type]
+
+
 def test_compiled_once_and_kept_on_disk(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Other names, numbers and shapes need no other kernel; a fresh process finds it in the cache folder."""
     compiled: list[str] = []

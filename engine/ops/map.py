@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..expr import Expr, variable, whole
+from ..expr_derivative import Gradients
 from ..expr_simplify import simplify
 from ..expr_walk import expanded, named, substitute, topological
 from ..input_checks import described
@@ -144,7 +145,8 @@ def map_expressions(
     outputs have the common shape; a tensor may lack leading dimensions (a bias) or have 1 for trailing ones (a number a
     row), as NumPy broadcasts. The kernel is compiled when such an expression is first used and kept in the cache
     folder; other numbers or shapes need no other. Bits are those of the expression as written, each operation rounded
-    once. Gradients: `pullback` (engine/expr_derivative.py).
+    once. Gradients: `pullback` (engine/expr_derivative.py); of its result inputs may be given, or left out, that the
+    gradients do not depend on, and tensors among them count for the common shape.
 
     Raises ValueError for names that do not match, other types or shapes, or more than 128 bytes of arguments (about 14
     tensors).
@@ -163,7 +165,13 @@ def map_expressions(
             raise ValueError(f"map: output {name!r} is {root!r}, no float: cast(condition, 'float32') makes one of it")
     floats, wholes, wanted = _names_of(roots)
     if wanted != inputs.keys():
-        _refuse_names(wanted, inputs)
+        also = what.inputs if isinstance(what, Gradients) else ()
+        if wanted - inputs.keys() or inputs.keys() - wanted - set(also):
+            _refuse_names(wanted, also, inputs)
+        for name in inputs.keys() - wanted:
+            if not isinstance(inputs[name], Tensor):
+                _number(name, inputs[name])
+        floats = [*floats, *(name for name in also if name not in wanted and isinstance(inputs.get(name), Tensor))]
     tensors = [name for name in floats if isinstance(inputs[name], Tensor)]
     numbers = [name for name in floats if name not in tensors]
     given: list[Any] = [inputs[name] for name in tensors]
@@ -182,8 +190,8 @@ def map_expressions(
     return made[0] if isinstance(what, Expr) else dict(zip(outputs, made, strict=True))
 
 
-def _refuse_names(wanted: Set[str], inputs: Mapping[str, Any]) -> None:
-    missing, unknown = sorted(wanted - set(inputs)), sorted(set(inputs) - wanted)
+def _refuse_names(wanted: Set[str], also: Sequence[str], inputs: Mapping[str, Any]) -> None:
+    missing, unknown = sorted(wanted - set(inputs)), sorted(set(inputs) - wanted - set(also))
     what = f"no value for {', '.join(missing)}" if missing else f"nothing is called {', '.join(unknown)}"
     raise ValueError(f"map: {what}; the expressions have {', '.join(sorted(wanted)) or 'no variables'}")
 
