@@ -118,8 +118,8 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a cache file complete or not at all; a cache that cannot be written is no error."""
+def write_atomically(path: Path, data: bytes) -> str:
+    """Write a cache file complete or not at all; a cache that cannot be written is no error. Returns what was wrong."""
     temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,3 +132,5 @@ def write_atomically(path: Path, data: bytes) -> None:
         if temporary:
             with suppress(OSError):
                 os.unlink(temporary)
+        return f"cannot write {path}: {error.strerror or error}"
+    return ""

@@ -67,7 +67,7 @@ class MatmulChooser(VariantChooser[Choice]):
             usable = [c for c in rounded_choices(self.device, precision) if c.barred_as not in self.table.barred]
             if not usable:
                 raise VkfoldError(f"matmul in {precision} is barred on this device: {self.table.barred}")
-            return self.note(key, Selection(usable[0], f"{precision} was asked for"))
+            return self.note(f"{key} {precision}", Selection(usable[0], f"{precision} was asked for"))
         if name:
             return self.note(key, self.forced_choice(self.named(name)))
         return self.note(key, select_for(self.device, product, key, self.table, switches.get("VKFOLD_TUNE")))

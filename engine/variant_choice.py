@@ -117,7 +117,7 @@ class VariantChooser(Generic[V]):
     """Chooses the variants of a family of kernels for one recorder; a subclass for each family.
 
     plans: what was worked out, by shape. table: what is known of the device's variants. reasons: what a variant is
-    barred as, which is a piece of its kernels' names -> name -> why it was last chosen.
+    barred as, which is a piece of its kernels' names -> call (a key of the table) -> its name and why it was chosen.
     """
 
     family: ClassVar[str]  # as the table is called
@@ -175,7 +175,9 @@ class VariantChooser(Generic[V]):
     def note(self, key: str, selection: Selection[V]) -> V:
         """Log a choice and keep its reason; returns it."""
         choice = selection.choice
-        self.reasons.setdefault(choice.barred_as, {})[choice.name] = selection.why
+        for calls in self.reasons.values():  # it may have been another one's, barred since
+            calls.pop(key, None)
+        self.reasons.setdefault(choice.barred_as, {})[key] = f"{choice.name}, {selection.why}"
         switches.logger.info("%s: %s (%s)", key, choice.name, selection.why)
         return choice
 

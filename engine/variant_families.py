@@ -20,5 +20,5 @@ def check_forced(gpu: Recorder) -> None:
 
 
 def variant_reasons(gpu: Recorder) -> dict[str, dict[str, str]]:
-    """Piece of a kernel's name -> variant -> why it was last chosen, of all families."""
-    return {piece: names for chooser in CHOOSERS for piece, names in chooser.of(gpu).reasons.items()}
+    """Piece of a kernel's name -> call -> variant and why it was chosen, of all families: what was chosen so far."""
+    return {piece: dict(calls) for chooser in CHOOSERS for piece, calls in chooser.of(gpu).reasons.items()}

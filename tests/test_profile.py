@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +15,19 @@ from op_checks import check_op
 
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.errors import BadInputError
+from vkfold.engine.plan_engine import PlanEngine
 from vkfold.engine.profiler import OpProfiler, OpSample, Scope
 from vkfold.engine.vulkan_engine import VulkanEngine
 from vkfold.tools import gpu_profile
 from vkfold.tools.device_peaks import Peaks, measure_peaks
+from vkfold.tools.gpu_profile import ProfileConfig, profile_config
+from vkfold.tools.model_setup import make_model, make_optimizer, make_training_step
+from vkfold.tools.options import flag
 from vkfold.tools.profile_pictures import trace_events
+from vkfold.tools.profile_reasons import kernel_reasons
 from vkfold.tools.profile_summary import ATTENTION, ELEMENTWISE, MATMUL, OPTIMIZER, OTHER, kind_of, summarize
+from vkfold.tools.run_config import RunConfig
+from vkfold.tools.step_options import OF_A_RUN
 
 TINY = ["--d-model", "32", "--num-layers", "2", "--num-heads", "2", "--seq-len", "64", "--batch-size", "4"]
 
@@ -130,7 +140,11 @@ def test_program_writes_files_that_open(tmp_path: Path, capsys: pytest.CaptureFi
     assert [point["blocks"] for point in result["checkpoints"]] == [0, 1, 2]
     assert result["checkpoints"][1]["peak_bytes"] < result["checkpoints"][0]["peak_bytes"]
     assert result["kernels"] and all(result["kernels"].values())
-    assert all("matmul" not in kernel or ":" in why for kernel, why in result["kernels"].items())  # the chooser's words
+    products = [why for kernel, why in result["kernels"].items() if kernel.startswith("matmul")]
+    assert products and all(
+        re.match(r"matmul 1x\d+x\d+x\d+ [NT]{2}: \w+, least estimate of \d+", why) for why in products
+    )
+    assert not any("1024x1024x1024" in why for why in products)  # that is the probe's
     assert json.loads((folder / "profile.json").read_text())["mfu"] == result["mfu"]
     for name in ("roofline.png", "checkpoints.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
@@ -142,6 +156,47 @@ def test_program_writes_files_that_open(tmp_path: Path, capsys: pytest.CaptureFi
     assert {event["args"]["step"] for event in complete} == {0, 1}
     named = {event["tid"] for event in events if event["ph"] == "M"}
     assert {event["tid"] for event in complete} == named
+
+
+def test_every_option_has_an_effect(tmp_path: Path) -> None:
+    """Those of text_train are refused, or read by what sets up a step."""
+    read = set()
+
+    class Watched(ProfileConfig):
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    (tmp_path / "run.toml").write_text('save = "elsewhere"\nd-model = 8\nnum-heads = 2\n')
+    config, vocab_size = profile_config(["--config", str(tmp_path / "run.toml"), "--tokenizer", "bpe"])
+    assert (config.d_model, vocab_size) == (8, 1024)  # a run's own file may say what a run does
+    watched = Watched(**dataclasses.asdict(config))
+    engine = PlanEngine()
+    read.clear()
+    model = make_model(engine, watched, vocab_size)
+    for optimizer in ("adamw", "sgd"):
+        watched.optimizer = optimizer
+        make_training_step(model, make_optimizer(model, watched), watched)
+    of_a_step = {"batch_size", "accum_steps", "memory_budget", "device", "engine", "tokenizer", "vocab_size", "config"}
+    names = {field.name for field in dataclasses.fields(RunConfig)}
+    assert names - read == {*OF_A_RUN, *of_a_step, "inputs"}
+    assert not read & {*OF_A_RUN}
+
+
+def test_reasons_are_those_of_the_longest_name() -> None:
+    """A kernel of one variant is not explained by another whose name begins its own."""
+    variants = {
+        "a_4x4": {"matmul 1": "first"},
+        "a_4x4_split2": {"matmul 2": "second", "matmul 3": "third"},
+        "x": {"4": ""},
+    }
+    one = sample("matmul", 0, 1, 1, 1)
+    samples = [one._replace(kernels={name: 1}) for name in ("matmul_a_4x4_s8", "matmul_a_4x4_split2", "matmul_a_4x4u2")]
+    assert dict(kernel_reasons(samples, variants)) == {
+        "matmul_a_4x4_s8": "matmul 1: first",
+        "matmul_a_4x4_split2": "matmul 2: second; matmul 3: third",
+        "matmul_a_4x4u2": "the tile for this shape and device, see docs/kernels.md",
+    }
 
 
 def test_trace_starts_at_zero() -> None:
@@ -156,6 +211,9 @@ def test_trace_starts_at_zero() -> None:
         (["--steps", "0"], "--steps 0 must be greater than 0"),
         (["--preset", "smal"], "did you mean small"),
         (["--num-heads", "3"], "does not divide"),
+        (["--engine", "cpu"], "gpu_profile measures a Vulkan device: leave out --engine cpu"),
+        *[([flag(name), "1"], f"{flag(name)} has no effect in gpu_profile") for name in OF_A_RUN],
+        (["--resume=runs"], "--resume has no effect"),
     ],
 )
 def test_bad_options(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

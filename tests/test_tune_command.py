@@ -85,6 +85,33 @@ def test_tune_measures_once(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     assert "matmul 1x24x40x16 NT" in text and f"kept in {first['files'][0]}" in text
 
 
+def test_tune_that_keeps_nothing_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A file stands where the folder of the tables should be: what was measured is shown and lost, exit code 1."""
+    (tmp_path / "tuning").write_text("")
+    monkeypatch.setenv("VKFOLD_CACHE_DIR", str(tmp_path))
+    assert vkfold_main(["tune", "--shapes", "24x40x16", "--rounds", "1"]) == 1
+    text = capsys.readouterr()
+    assert "matmul 1x24x40x16 NN" in text.out and "kept in" not in text.out
+    assert "warning: nothing was kept: cannot write" in text.err and str(tmp_path / "tuning") in text.err
+
+
+def test_tune_that_measures_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Operands that fit no device: exit code 1, the reason below the table. With another that fits: 0."""
+    monkeypatch.setenv("VKFOLD_CACHE_DIR", str(tmp_path))
+    large = "100000x100000x100000"
+    assert vkfold_main(["tune", "--shapes", large]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["call", "a", "step", "unmeasured", "fastest", "ms", "GFLOP/s", "gain"]
+    assert lines[1].split() == ["matmul", f"1x{large}", "NN", "1", "not", "measured"]
+    assert lines[2].startswith(f"not measured: matmul 1x{large} NN: ") and len(lines) == 3
+    assert vkfold_main(["tune", "--shapes", f"{large},8x8x8", "--rounds", "1"]) == 0
+    assert "kept in" in capsys.readouterr().out
+
+
 def test_tune_takes_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path) -> None:
     """The options of text_train."""
     monkeypatch.setenv("VKFOLD_CACHE_DIR", str(tmp_path))
@@ -99,6 +126,12 @@ def test_tune_takes_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     [
         (["tune", "--shapes", "big"], "'big' is no product"),
         (["tune", "--rounds", "0"], "rounds"),
+        (["tune", "--engine", "cpu"], "vkfold tune measures a Vulkan device: leave out --engine cpu"),
+        (["tune", "--resume", "x"], "--resume has no effect in vkfold tune"),
+        (
+            ["tune", "--shapes", "8x8x8", "--d-model", "8"],
+            "measured, --d-model what a model does: give one",
+        ),
         (["turn"], "takes nothing, `kernels` or `tune`"),
         (["kernels", "--all"], "takes words of names, not '--all'"),
     ],

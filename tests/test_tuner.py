@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,6 +86,37 @@ def test_table_survives_and_bad_files_do_not_count(tmp_path: Path, caplog: pytes
         assert "is not used" in caplog.text, text
     empty.note_checked("kernel")
     assert TuningTable(path, about).checked == {"kernel"}
+
+
+@pytest.mark.parametrize("seconds", ["NaN", "-1.0", "0.0", "Infinity", "-0.0"])
+def test_impossible_times_are_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture, seconds: str) -> None:
+    """The others in the file are; a product with no other has none."""
+    path = tmp_path / "table.json"
+    TuningTable(path).note_times(KEY, {"fast": 0.5, "slow": 0.25})
+    TuningTable(path).note_times("another", {"slow": 0.25})
+    path.write_text(path.read_text().replace("0.25", seconds))
+    table = TuningTable(path)
+    assert table.times == {KEY: {"fast": 0.5}}
+    assert f"times of {KEY} are not believed" in caplog.text
+    table.note_checked("kernel")
+    assert seconds not in path.read_text()
+
+
+def test_two_at_the_same_moment_lose_nothing(tmp_path: Path) -> None:
+    """Each loads, changes and saves while the other waits."""
+    path = tmp_path / "table.json"
+
+    def note(first: int) -> None:
+        table = TuningTable(path)
+        for i in range(first, 40, 2):
+            table.note_times(str(i), {"tile": 1.0})
+
+    threads = [threading.Thread(target=note, args=(first,)) for first in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(TuningTable(path).times) == {str(i) for i in range(40)}
 
 
 def test_key_holds_device_driver_and_kernels(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:

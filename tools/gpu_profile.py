@@ -21,14 +21,15 @@ from .console import TableConsole, run_program
 from .device_peaks import measure_peaks
 from .memory_report import size
 from .model_setup import budget_bytes, gpt_config, make_model, make_optimizer, make_training_step
-from .options import NOT_NEGATIVE, POSITIVE, option, parse_options
-from .presets import PRESETS, preset
+from .options import NOT_NEGATIVE, POSITIVE, option
+from .presets import PRESETS
 from .profile_pictures import write_files
 from .profile_reasons import kernel_reasons
 from .profile_scopes import ModelScopes
 from .profile_summary import Summary, kind_of, summarize
 from .run_config import RunConfig, check_config
 from .size_check import check_budget
+from .step_options import parse_step_options, vocab_size_of
 
 DESCRIPTION = """Profile training steps on the device: time of every op by timestamps, grouped by op, layer and phase,
 against the device's measured peaks. Takes the options of text_train (inputs are not read: the tokens are random)
@@ -55,15 +56,10 @@ class ProfileConfig(RunConfig):
 
 def profile_config(argv: Sequence[str]) -> tuple[ProfileConfig, int]:
     """The options, a preset's filled in, and the size of the vocabulary. Raises BadInputError for wrong options."""
-    config, given = parse_options(ProfileConfig, argv, "gpu_profile", DESCRIPTION)
-    if config.preset is not None:
-        for name, value in preset(config.preset).items():
-            if name not in given:
-                setattr(config, name, value)
+    config, given = parse_step_options(ProfileConfig, argv, "gpu_profile", DESCRIPTION)
     check_config(config)
     gpt_config(config, 256)
-    with_vocab = "vocab_size" in given or config.preset is not None
-    return config, config.vocab_size if with_vocab else 256
+    return config, vocab_size_of(config, given)
 
 
 def profile_steps(engine: VulkanEngine, config: ProfileConfig, vocab_size: int) -> list[list[OpSample]]:
@@ -137,9 +133,10 @@ def _program(argv: Sequence[str]) -> int:
     with VulkanEngine(config.device) as engine:
         check_budget(config, vocab_size, budget_bytes(engine), automatic=within is not None)
         steps = profile_steps(engine, config, vocab_size)
+        chosen = variant_reasons(engine.recorder)  # before the probe's own products
         summary = summarize(steps, measure_peaks(engine))
         title = f"{config.preset or 'model'} on {engine.name}"
-        reasons = kernel_reasons(summary.samples, variant_reasons(engine.recorder))
+        reasons = kernel_reasons(summary.samples, chosen)
     paths = write_files(folder, summary, steps, title, reasons)
     result = summary.as_dict() | {"kernels": dict(reasons)}
     if not config.json:

@@ -18,11 +18,11 @@ from .memory_plot import check_picture, draw
 from .memory_report import inference_json, print_inference, print_training, training_json
 from .model_setup import gpt_config
 from .options import NOT_NEGATIVE, POSITIVE, Rule, flag, option, parse_options
-from .presets import PRESETS, preset
+from .presets import PRESETS
 from .run_config import RunConfig, check_config
 from .saved_tensors import print_saved, saved_rows
 from .several_cards import plan_card
-from .tokenizers import load_tokenizer
+from .step_options import fill_preset, vocab_size_of
 
 DESCRIPTION = """What a training run, or a model that generates, will take: planned by the run's own code on an engine
 that only counts, so that no device is needed. Takes the options of text_train (inputs are not read): a command line
@@ -61,12 +61,7 @@ def estimate_config(argv: Sequence[str]) -> tuple[EstimateConfig, int]:
     Raises BadInputError for options that are wrong or do not go together.
     """
     config, given = parse_options(EstimateConfig, argv, "memory_estimator", DESCRIPTION)
-    has_vocab = "vocab_size" in given
-    if config.preset is not None:
-        for name, value in preset(config.preset).items():
-            if name not in given:
-                setattr(config, name, value)
-        has_vocab = True
+    given = fill_preset(config, given)
     check_config(config)
     _check_effects(config)
     blocks = config.num_layers * config.accum_steps
@@ -75,9 +70,7 @@ def estimate_config(argv: Sequence[str]) -> tuple[EstimateConfig, int]:
             f"--num-layers {config.num_layers} x --accum-steps {config.accum_steps} are {blocks:,} blocks to plan, "
             f"more than {MOST_BLOCKS:,}: plan --accum-steps 2, the peak of more is the same"
         )
-    if has_vocab or config.tokenizer == "bpe":
-        return config, config.vocab_size
-    return config, 256 if config.tokenizer == "bytes" else load_tokenizer(Path(config.tokenizer)).vocab_size
+    return config, vocab_size_of(config, given)
 
 
 _OF_TRAINING = (

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..engine.profiler import OpSample
 
-Variants = Mapping[str, Mapping[str, str]]  # piece of a kernel's name -> variant -> why it was last chosen
+Variants = Mapping[str, Mapping[str, str]]  # piece of a kernel's name -> call -> variant and why it was chosen
 
 
 def kernel_reasons(samples: Sequence[OpSample], variants: Variants) -> list[tuple[str, str]]:
@@ -20,9 +20,10 @@ def kernel_reasons(samples: Sequence[OpSample], variants: Variants) -> list[tupl
 
 def _reason(kernel: str, sample: OpSample, variants: Variants) -> str:
     fused = f"; one launch for {' + '.join(sample.parts)} (fusion)" if len(sample.parts) > 1 else ""
-    chosen = [f"{name}: {why}" for piece, names in variants.items() if piece in kernel for name, why in names.items()]
-    if chosen:
-        return "; ".join(chosen) + fused
+    pieces = [piece for piece in variants if f"_{piece}_" in f"_{kernel}_"]
+    if pieces:
+        calls = variants[max(pieces, key=len)]  # one name may begin another: shuffle_4x4 and shuffle_4x4_split2
+        return "; ".join(f"{call}: {why}" for call, why in calls.items()) + fused
     if kernel.startswith("matmul"):
         return f"the tile for this shape and device, see docs/kernels.md{fused}"
     if kernel.endswith("_vec4"):

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
-from ..engine.errors import OutOfDeviceMemoryError
+from ..engine.errors import BadInputError, OutOfDeviceMemoryError
 from ..engine.recorder import Recorder
 from ..engine.tuner import Measured
 from ..engine.variant_families import CHOOSERS
 from ..engine.vulkan_engine import VulkanEngine
 from .console import TableConsole, run_program
 from .model_setup import gpt_config
-from .options import POSITIVE, option, parse_options
-from .presets import PRESETS, preset
+from .options import POSITIVE, flag, option
+from .presets import PRESETS
 from .run_config import RunConfig, check_config
+from .step_options import parse_step_options, vocab_size_of
 from .tune_calls import TunedCall, calls_of_step, calls_of_text
 
 DESCRIPTION = """Measure the variants of every matmul that a training step does and keep the times, so that later runs
 take the fastest. Takes the options of text_train (inputs are not read), or --shapes. Changes time and never bits."""
 
 TUNE = "tune"
+WITH_SHAPES = {"shapes", "rounds", "again", "json", "device", "engine", "config"}
 
 
 @dataclass
@@ -43,37 +46,40 @@ class TuneConfig(RunConfig):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
+    """Run the program; returns the exit code: 1 when nothing could be measured, or not be kept."""
     return run_program("vkfold tune", _program, argv)
 
 
 def _program(argv: Sequence[str]) -> int:
-    config, given = parse_options(TuneConfig, argv, "vkfold tune", DESCRIPTION)
-    if config.preset is not None:
-        for name, value in preset(config.preset).items():
-            if name not in given:
-                setattr(config, name, value)
+    config, given = parse_step_options(TuneConfig, argv, "vkfold tune", DESCRIPTION)
     if config.shapes is not None:
+        if others := sorted(given - WITH_SHAPES):
+            raise BadInputError(
+                f"--shapes says what is measured, {flag(others[0])} what a model does: give one of them"
+            )
         calls = calls_of_text(config.shapes)
     else:
         check_config(config)
         gpt_config(config, 256)
-        with_vocab = "vocab_size" in given or config.preset is not None
-        calls = calls_of_step(config, config.vocab_size if with_vocab else 256)
+        calls = calls_of_step(config, vocab_size_of(config, given))
     with VulkanEngine(config.device) as engine:
         rows = [_row(engine.recorder, config, call, times) for call, times in calls.items()]
         tables = [chooser.of(engine.recorder).table for chooser in CHOOSERS]
-        barred = {name: reason for table in tables for name, reason in table.barred.items()}
-        files = [str(table.path) for table in tables if table.times]
-        if config.json:
-            print(json.dumps({"device": engine.name, "files": files, "barred": barred, "calls": rows}, indent=1))
-            return 0
+        where = engine.name
+    barred = {name: reason for table in tables for name, reason in table.barred.items()}
+    files = [str(table.path) for table in tables if table.times and not table.unsaved]
+    if config.json:
+        print(json.dumps({"device": where, "files": files, "barred": barred, "calls": rows}, indent=1))
+    else:
         _print(rows)
         for name, reason in barred.items():
             print(f"barred: {name}: {reason}")
         for file in files:
             print(f"kept in {file}")
-    return 0
+    lost = [table for table in tables if table.unsaved]
+    for table in lost:
+        print(f"vkfold tune: warning: nothing was kept: {table.unsaved}", file=sys.stderr)
+    return 0 if not lost and any("best" in row for row in rows) else 1
 
 
 def _row(gpu: Recorder, config: TuneConfig, call: TunedCall, times: int) -> dict[str, Any]:
@@ -107,9 +113,12 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
         table.add_column(heading, no_wrap=True)
     for row in rows:
         if "best" not in row:
-            table.add_row(row["call"], str(row["times"]), "", "", "", "", "", row["note"])
+            table.add_row(row["call"], str(row["times"]), "", "", "", "", "", "not measured")
             continue
         gain = "" if row["gain"] is None else f"{row['gain']:.2f}x"
         numbers = (f"{row['ms']:.3f}", f"{row['gflops']:.1f}", gain)
         table.add_row(row["call"], str(row["times"]), row["unmeasured"], row["best"], *numbers, row["note"])
     TableConsole(highlight=False).print(table)
+    for row in rows:
+        if "best" not in row:
+            print(f"not measured: {row['call']}: {row['note']}")
