@@ -225,6 +225,11 @@ class BlockFold:
         sums = [variable(row_sum.name) for row_sum in self.sums]
         return not self.walk.states and not self.values and list(self.rows.values()) == sums
 
+    @property
+    def optional_inputs(self) -> list[str]:
+        """Names of those that may be left out."""
+        return [*self.absent, *(self.seen.tensors if self.seen is not None else ())]
+
     def stride_of(self, name: str) -> str:
         """Name of the argument that says how far the rows of an input or output lie apart."""
         return self.strides.get(name, "streamed_row" if name in self.streamed else "held_row")

@@ -72,7 +72,11 @@ class MatmulChooser(VariantChooser[Choice]):
             return self.note(key, self.forced_choice(self.named(name)))
         return self.note(key, select_for(self.device, product, key, self.table, switches.get("VKFOLD_TUNE")))
 
+    def check_name(self, op: str, name: str) -> None:
+        self.named(name)
+
     def named(self, name: str) -> Choice:
+        """The choice with this name. Raises BadInputError, listing what there is, for one that does not exist."""
         family = dict.fromkeys((*variants(self.device), *all_variants(self.device.subgroup_size)))
         choices = {c.name: c for v in family for c in (Choice(v), Choice(v, True))}
         if name not in choices:

@@ -1,7 +1,7 @@
 """Measures the variants of a call on the device, in turns, for the table where the choice finds them.
 
 Only variants of the call's own accumulation order take part: tuning changes time and never bits. What a call is, an op
-says: `ops/matmul_tuner.py`.
+says: `ops/matmul_tuner.py`, `ops/block_fold_tuner.py`.
 """
 
 from __future__ import annotations

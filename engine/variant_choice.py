@@ -1,7 +1,8 @@
 """The choice of a kernel variant: forced, else measured, else estimated; and the log line that says why.
 
 `select` is the pure function. What a family has for a shape and device, and what is taken of it where nothing was
-measured, is in `matmul_variants.py`; its chooser is in `matmul_choice.py`.
+measured, is in `matmul_variants.py` and `block_fold_variants.py`; their choosers are in `matmul_choice.py` and
+`block_fold_choice.py`.
 """
 
 from __future__ import annotations
@@ -74,6 +75,11 @@ def select(
 # what VKFOLD_VARIANT may name -> the ops whose variants that forces
 OPS_WITH_VARIANTS: dict[str, tuple[str, ...]] = {
     "matmul": ("matmul",),
+    "attention": ("attention_forward", "attention_d_q", "attention_d_kv"),
+    "attention_forward": ("attention_forward",),
+    "attention_d_q": ("attention_d_q",),
+    "attention_d_kv": ("attention_d_kv",),
+    "block_fold": ("block_fold",),  # any but attention's
 }
 _forced: list[tuple[str, str]] = []
 
@@ -147,8 +153,8 @@ class VariantChooser(Generic[V]):
         """Of what makes the kernels: what was measured or checked with others does not count."""
         raise NotImplementedError
 
-    def named(self, name: str) -> V:
-        """The choice with this name. Raises BadInputError, listing what there is, for one that does not exist."""
+    def check_name(self, op: str, name: str) -> None:
+        """Raises BadInputError, listing what there is, for the name of a variant that there is not here."""
         raise NotImplementedError
 
     def forced(self, op: str = "") -> str:
@@ -163,7 +169,7 @@ class VariantChooser(Generic[V]):
         """Raises BadInputError when VKFOLD_VARIANT names a variant that this device does not have."""
         for op in self.ops:
             if name := self.forced(op):
-                self.named(name)
+                self.check_name(op, name)
 
     def forced_choice(self, choice: V) -> Selection[V]:
         """Of a choice that is forced. Raises VkfoldError when it is barred."""

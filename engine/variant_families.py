@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .block_fold_choice import BlockFoldChooser
 from .matmul_choice import MatmulChooser
 from .variant_choice import VariantChooser
 
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-CHOOSERS: tuple[type[VariantChooser[Any]], ...] = (MatmulChooser,)
+CHOOSERS: tuple[type[VariantChooser[Any]], ...] = (MatmulChooser, BlockFoldChooser)
 
 
 def check_forced(gpu: Recorder) -> None:

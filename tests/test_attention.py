@@ -12,11 +12,11 @@ from op_checks import ODD_SIZES, check_gradient, check_op, run, sampled_sizes
 
 from vkfold.engine.compute_engine import ComputeEngine
 from vkfold.engine.cpu_engine import CpuEngine
-from vkfold.engine.ops import block_fold_launch
 from vkfold.engine.ops.attention import ATTENTION, ATTENTION_BACKWARD
 from vkfold.engine.ops.attention_qkv import ATTENTION_QKV, ATTENTION_QKV_BACKWARD
 from vkfold.engine.plan_engine import PlanEngine
 from vkfold.engine.tensor import TensorSpec
+from vkfold.engine.variant_choice import forced_variant
 from vkfold.engine.vulkan_engine import VulkanEngine
 
 Arrays = list[np.ndarray]
@@ -244,14 +244,13 @@ def test_same_bits_again(vulkan: VulkanEngine) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [7, 64])
-def test_tile_width_changes_no_bit(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+def test_tile_width_changes_no_bit(vulkan: VulkanEngine, head_dim: int) -> None:
     arrays = make(1, 70, 70, 2, 1, head_dim)
     expected = results(vulkan, arrays)
-    chosen = block_fold_launch.choose_tile
     for rows in (1, 2):
-        monkeypatch.setattr(block_fold_launch, "choose_tile", lambda *args, n=rows: chosen(*args)._replace(rows=n))
-        for first, second in zip(expected, results(vulkan, arrays), strict=True):
-            assert np.array_equal(first, second)
+        with forced_variant(f"rows{rows}", "attention"):
+            for first, second in zip(expected, results(vulkan, arrays), strict=True):
+                assert np.array_equal(first, second)
 
 
 def test_batch_items_do_not_touch(vulkan: VulkanEngine) -> None:

@@ -13,12 +13,13 @@ from vkfold.engine.attention_folds import attention_d_kv, attention_d_q, attenti
 from vkfold.engine.attention_masks import KEYS_OF_QUERIES, QUERIES_OF_KEYS, seen_pairs
 from vkfold.engine.attention_scores import alibi, softcap
 from vkfold.engine.block_fold import BlockFold, RowSum
-from vkfold.engine.block_fold_glsl import block_fold_glsl
+from vkfold.engine.block_fold_glsl import Tile, block_fold_glsl
 from vkfold.engine.compute_engine import ComputeEngine
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.expr import equal, exp, maximum, uniform, variable, variables, where
 from vkfold.engine.fold import State, Walk
-from vkfold.engine.ops import block_fold_launch
+from vkfold.engine.ops import block_fold_dispatch, block_fold_launch
+from vkfold.engine.variant_choice import forced_variant
 from vkfold.engine.vulkan_engine import VulkanEngine
 
 QK, W, TOTAL, LARGEST, OLD = variables("qk w total largest old_largest")
@@ -224,24 +225,20 @@ def test_groups_and_positions(
     lengths = np.array([t, max(t - 3, 1)], np.int32)
     arrays: dict[str, Any] = {"k": k, "q": q, "w": w, "key_lengths": lengths}
     made = compare(vulkan, oracle, NEAR, arrays, causal=True, window=20)
-    chosen = block_fold_launch.choose_tile
     for rows in (1, 2):
-        with monkeypatch.context() as patch:
-            patch.setattr(block_fold_launch, "choose_tile", lambda *args, n=rows: chosen(*args)._replace(rows=n))
-            patch.setattr(block_fold_launch, "MAX_ROUNDS", 1)  # one head of the group a dispatch
+        with monkeypatch.context() as patch, forced_variant(f"rows{rows}", "block_fold"):
+            patch.setattr(block_fold_dispatch, "MAX_ROUNDS", 1)  # one head of the group a dispatch
             again = on(vulkan, NEAR, arrays, causal=True, window=20)
         assert all(np.array_equal(a, b) for a, b in zip(made, again, strict=True))
 
 
 def test_rolled_loops_have_the_same_bits(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = normal(1, 20, 2, 12), normal(1, 31, 2, 12), normal(1, 31, 2, 12, seed=1)
-    chosen = block_fold_launch.choose_tile
     results = []
     for rolled in (False, True):
         with monkeypatch.context() as patch:
-            patch.setattr(
-                block_fold_launch, "choose_tile", lambda *args, r=rolled: chosen(*args)._replace(rows=1, rolled=r)
-            )
+            tile = Tile(min(vulkan.recorder.subgroup_size, 8), 1, rolled)
+            patch.setattr(block_fold_launch, "_tile", lambda gpu, call, tile=tile: tile)
             results.append(on(vulkan, SQUARED, {"q": q, "k": k, "v": v}))
     assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -145,6 +145,10 @@ def test_program_writes_files_that_open(tmp_path: Path, capsys: pytest.CaptureFi
         re.match(r"matmul 1x\d+x\d+x\d+ [NT]{2}: \w+, least estimate of \d+", why) for why in products
     )
     assert not any("1024x1024x1024" in why for why in products)  # that is the probe's
+    attention = [why for kernel, why in result["kernels"].items() if kernel.startswith("attention")]
+    assert len(attention) == 3 and all(
+        re.match(r"attention_\w+ \d+x[\d()]+x\d+x\d+ causal: rows\d, not measured", why) for why in attention
+    )
     assert json.loads((folder / "profile.json").read_text())["mfu"] == result["mfu"]
     for name in ("roofline.png", "checkpoints.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")

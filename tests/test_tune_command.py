@@ -15,13 +15,16 @@ from vkfold.engine.compute_engine import ComputeEngine
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.errors import BadInputError
 from vkfold.engine.matmul_variants import Product
+from vkfold.engine.ops.attention import attention_calls
 from vkfold.engine.ops.matmul import layout_of
 from vkfold.engine.tensor import Tensor, TensorSpec
 from vkfold.tools import kernel_lab
 from vkfold.tools.run_config import RunConfig
-from vkfold.tools.tune_calls import Calls, ProductCall, calls_of_step, calls_of_text
+from vkfold.tools.tune_calls import Calls, FoldCall, ProductCall, calls_of_step, calls_of_text
 
 from .op_checks import EPS32
+
+FOLDS = attention_calls(1, 1, 4, 8)
 
 
 def test_shapes_from_text() -> None:
@@ -37,7 +40,17 @@ def test_shapes_from_text() -> None:
     assert (plain.a_row, plain.a_k, plain.b_col, plain.b_k) == (7, 1, 1, 6)
     assert (batched.batch_a, batched.batch_b, batched.b_col, batched.b_k) == (35, 42, 7, 1)
     assert (turned.a_row, turned.a_k) == (1, 5)
-    for text in ("5x6", "5x6x7:NX", "axbxc", "0x5x6", "", "5x6x7x8x9"):
+    for text in (
+        "5x6",
+        "5x6x7:NX",
+        "axbxc",
+        "0x5x6",
+        "",
+        "5x6x7x8x9",
+        "attention",
+        "attention:1x4x9",
+        "attention:0x4x9x8",
+    ):
         with pytest.raises(BadInputError):
             calls_of_text(text)
 
@@ -51,6 +64,20 @@ def test_calls_of_a_step() -> None:
     head = {call.letters: n for call, n in products.items() if 64 in sizes[call] and 16 in sizes[call]}
     assert head == {"NN": 1, "NT": 1, "TN": 1}
     assert {n for call, n in products.items() if 48 in sizes[call]} == {3}  # qkv of three blocks
+
+
+def test_attention_of_text_and_of_a_step() -> None:
+    """Forward, and the two folds of backward, under one key wherever q, k and v lie."""
+    written = [call.key for call, _ in calls_of_text("3x4x5, attention:2x4/2x8x4").items()]
+    keys = [f"attention_{kind} 2x4(2)x8x4 causal" for kind in ("forward", "d_q", "d_kv")]
+    assert written == ["matmul 1x3x4x5 NN", *keys]
+    config = RunConfig(
+        inputs=[], d_model=16, num_layers=3, num_heads=4, num_kv_heads=2, seq_len=8, batch_size=2, accum_steps=2
+    )
+    of_step = {call.key: n for call, n in calls_of_step(config, 64).items() if isinstance(call, FoldCall)}
+    assert of_step == dict.fromkeys(keys, 6)
+    with pytest.raises(BadInputError, match="4 heads cannot share 3 kv heads evenly"):
+        calls_of_text("attention:1x4/3x8x4")
 
 
 def test_what_has_one_key_is_one_call() -> None:
@@ -112,6 +139,22 @@ def test_tune_that_measures_nothing(
     assert "kept in" in capsys.readouterr().out
 
 
+def test_tune_measures_attention(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path) -> None:
+    """Each of its three kernels, with the times of every tile that was worth it, into a file of its own."""
+    monkeypatch.setenv("VKFOLD_CACHE_DIR", str(tmp_path))
+    assert vkfold_main(["tune", "--shapes", "attention:1x2x40x8", "--rounds", "1", "--json"]) == 0
+    found = report(capsys)
+    assert [row["call"].partition(" ")[0] for row in found["calls"]] == [
+        "attention_forward",
+        "attention_d_q",
+        "attention_d_kv",
+    ]
+    for row in found["calls"]:
+        assert len(row["all_ms"]) > 1 and row["best"] == next(iter(row["all_ms"])) and row["gflops"] > 0
+    (file,) = found["files"]
+    assert set(json.loads(Path(file).read_text())["times"]) == {row["call"] for row in found["calls"]}
+
+
 def test_tune_takes_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path) -> None:
     """The options of text_train."""
     monkeypatch.setenv("VKFOLD_CACHE_DIR", str(tmp_path))
@@ -119,6 +162,7 @@ def test_tune_takes_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     assert vkfold_main(["tune", *(f"--{name}={value}" for name, value in small.items()), "--json"]) == 0
     rows = report(capsys)["calls"]
     assert len(rows) > 6 and all(row["ms"] > 0 for row in rows)
+    assert {row["call"].partition(" ")[0] for row in rows} == {"matmul", *(call.fold.name for call in FOLDS)}
 
 
 @pytest.mark.parametrize(
@@ -153,9 +197,23 @@ def test_lab_checks_and_measures_matmul(capsys: pytest.CaptureFixture[str]) -> N
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.parametrize("name", ["attention", "attention_backward"])
+def test_lab_measures_every_tile_of_attention(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of backward its own op alone, all its gradients right and equal to the bit."""
+    assert kernel_lab.main([name, "1x2x40x8", "--rounds", "2", "--json"]) == 0
+    found = report(capsys)
+    assert found["right"] and len(found["results"]) >= 3
+    assert {"rows4", "rows2", "rows1"} <= {row["variant"] for row in found["results"]}
+    for row in found["results"]:
+        assert 0 < row["error"] <= 1 and row["same_bits"]
+        products = 2 if name == "attention" else 7
+        flops = products * 2 * 8 * 2 * (40 * 41 // 2)
+        assert row["flops_per_second"] == pytest.approx(flops / row["seconds"])
+
+
 @pytest.mark.parametrize("name", sorted(kernel_lab.SUBJECTS))
 def test_lab_checks_other_ops(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = "1x2x9x8" if name == "attention" else "5x24"
+    shape = "1x2x9x8" if name.startswith("attention") else "5x24"
     assert kernel_lab.main([name, shape, "--check-only"]) == 0
     assert "equal" in capsys.readouterr().out
 

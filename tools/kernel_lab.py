@@ -11,18 +11,20 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
 
+from ..engine.block_fold_choice import BlockFoldChooser, family_of
 from ..engine.compute_engine import ComputeEngine
 from ..engine.cpu_engine import CpuEngine
 from ..engine.errors import BadInputError
 from ..engine.matmul_choice import MatmulChooser
 from ..engine.matmul_variants import Product, candidates
+from ..engine.ops.attention import attention_calls
 from ..engine.profiler import OpProfiler
 from ..engine.tensor import Tensor
 from ..engine.variant_choice import forced_variant
@@ -32,8 +34,8 @@ from .device_peaks import Peaks, measure_peaks
 from .options import POSITIVE, option, parse_options
 
 DESCRIPTION = """Check one op at one shape against float64, and measure it: `kernel_lab matmul 512x512x512`,
-`kernel_lab rms_norm 4096x512`, `kernel_lab attention 1x4x512x64`. Matmul is measured with every variant, whose results
-must be equal to the bit."""
+`kernel_lab rms_norm 4096x512`, `kernel_lab attention 1x4x512x64`. Matmul, attention and attention_backward are measured
+with every variant, whose results must be equal to the bit."""
 
 _EPS = 2.0**-24
 Call = Callable[..., Any]
@@ -43,12 +45,20 @@ class Subject(NamedTuple):
     """An op as the lab runs it: what a shape means, the inputs' shapes, the call, and how much error is allowed.
 
     bound: units of 2^-24 a result may be off, of its own size and at least 1; matmul counts |A| |B| instead.
+    forced: what VKFOLD_VARIANT calls it, where it has variants. op: the one that is measured, of a call of several.
     """
 
     meaning: str
     inputs: Callable[..., Sequence[tuple[int, ...]]]
     call: Call
     bound: Callable[..., float] = lambda *sizes: 64.0
+    forced: str = ""
+    op: str = ""
+
+
+def _attention_backward(e: ComputeEngine, q: Tensor, k: Tensor, v: Tensor, d_o: Tensor) -> tuple[Tensor, ...]:
+    o, lse = e.attention(q, k, v, causal=True)
+    return e.attention_backward(d_o, q, k, v, o, lse, causal=True)
 
 
 def _rows(call: Call, *more: int) -> Subject:
@@ -70,6 +80,15 @@ SUBJECTS: dict[str, Subject] = {
         lambda b, h, s, d: [(b, s, h, d)] * 3,
         lambda e, q, k, v: e.attention(q, k, v, causal=True),
         lambda b, h, s, d: 64.0 + 8 * d,
+        "attention_forward",
+    ),
+    "attention_backward": Subject(
+        "BATCHxHEADSxSEQxHEAD_DIM",
+        lambda b, h, s, d: [(b, s, h, d)] * 4,
+        _attention_backward,
+        lambda b, h, s, d: 64.0 + 8 * (d + s),
+        "attention",
+        "attention_backward",
     ),
 }
 
@@ -121,16 +140,31 @@ def matmul_subject(layout: str) -> Subject:
         "MxNxK",
         lambda m, n, k: [(k, m) if trans_a else (m, k), (n, k) if trans_b else (k, n)],
         lambda e, a, b: e.matmul(a, b, trans_a=trans_a, trans_b=trans_b),
+        forced="matmul",
     )
 
 
-def _first(result: Any) -> Tensor:
-    return result if isinstance(result, Tensor) else result[0]
+def run_on(engine: ComputeEngine, subject: Subject, tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    """The outputs."""
+    result = subject.call(engine, *tensors)
+    return [output.numpy() for output in ((result,) if isinstance(result, Tensor) else result)]
 
 
-def run_on(engine: ComputeEngine, subject: Subject, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The first output."""
-    return _first(subject.call(engine, *[engine.tensor(a) for a in arrays])).numpy()
+def variant_names(engine: VulkanEngine, name: str, sizes: tuple[int, ...], layout: str) -> list[str]:
+    """All variants of the accumulation order that are not barred, the chosen one first; [""]: there is one kernel."""
+    if name == "matmul":
+        chooser = MatmulChooser.of(engine.recorder)
+        product = Product(1, *sizes)
+        chosen = chooser.choose(product, layout)
+        choices = [c for c in candidates(chooser.device, product) if c.barred_as not in chooser.table.barred]
+        return list(dict.fromkeys(c.name for c in (chosen, *choices)))
+    if not name.startswith("attention"):
+        return [""]
+    folds = BlockFoldChooser.of(engine.recorder)
+    forward, *backward = attention_calls(*sizes)
+    calls = [forward] if name == "attention" else backward
+    family = [v for call in calls for v in family_of(folds.device, call) if v.barred_as not in folds.table.barred]
+    return list(dict.fromkeys(v.name for v in (folds.choose(calls[0]), *family)))
 
 
 def allowed_error(name: str, subject: Subject, sizes: tuple[int, ...], arrays: Any, expected: np.ndarray) -> np.ndarray:
@@ -148,33 +182,36 @@ def look(engine: VulkanEngine, config: LabConfig, peaks: Peaks | None) -> list[R
     name, subject, sizes = subject_of(config)
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape).astype(np.float32) for shape in subject.inputs(*sizes)]
-    expected = run_on(CpuEngine("float64"), subject, arrays)
-    allowed = allowed_error(name, subject, sizes, arrays, expected)
-    names = [""]
-    if name == "matmul":
-        chooser = MatmulChooser.of(engine.recorder)
-        names = [chooser.choose(Product(1, *sizes), config.layout).name]
-        names += [c.name for c in candidates(chooser.device, Product(1, *sizes)) if c.name != names[0]]
-        names = [variant for variant in names if chooser.named(variant).variant.name not in chooser.table.barred]
+    oracle = CpuEngine("float64")
+    expected = run_on(oracle, subject, [oracle.tensor(array) for array in arrays])
+    allowed = [allowed_error(name, subject, sizes, arrays, output) for output in expected]
+    names = variant_names(engine, name, sizes, config.layout)
     tensors = [engine.tensor(array) for array in arrays]
-    results, first_bits = [], None
+    results: list[Result] = []
+    first_bits: list[np.ndarray] | None = None
     samples: dict[str, Any] = {}
+
+    def forced(variant: str) -> AbstractContextManager[None]:
+        return forced_variant(variant, subject.forced) if variant else nullcontext()
+
     for variant in names:
-        with forced_variant(variant) if variant else nullcontext():
-            got = _first(subject.call(engine, *tensors)).numpy()
-        bits = got.view(np.uint32)
+        with forced(variant):
+            got = run_on(engine, subject, tensors)
+        bits = [output.view(np.uint32) for output in got]
         first_bits = bits if first_bits is None else first_bits
-        error = float(np.max(np.abs(got - expected) / allowed, initial=0.0))
-        samples[variant] = (error, np.array_equal(bits, first_bits), [])
+        errors = [np.max(np.abs(g - e) / a, initial=0.0) for g, e, a in zip(got, expected, allowed, strict=True)]
+        same = all(np.array_equal(one, two) for one, two in zip(bits, first_bits, strict=True))
+        samples[variant] = (float(max(errors)), same, [])
     if peaks is not None:
         profiler = OpProfiler(engine)
         profiler.attach()
         try:
             for _ in range(config.rounds):
                 for variant in names:
-                    with forced_variant(variant) if variant else nullcontext():
+                    with forced(variant):
                         subject.call(engine, *tensors)
-                        samples[variant][2].append(profiler.take())
+                        ops = [op for op in profiler.take() if not subject.op or op.op == subject.op]
+                        samples[variant][2].append(ops)
         finally:
             profiler.detach()
     for variant, (error, same, runs) in samples.items():

@@ -23,8 +23,8 @@ from .run_config import RunConfig, check_config
 from .step_options import parse_step_options, vocab_size_of
 from .tune_calls import TunedCall, calls_of_step, calls_of_text
 
-DESCRIPTION = """Measure the variants of every matmul that a training step does and keep the times, so that later runs
-take the fastest. Takes the options of text_train (inputs are not read), or --shapes. Changes time and never bits."""
+DESCRIPTION = """Measure the variants of every matmul and attention of a training step and keep the times, so that later
+runs take the fastest. Takes the options of text_train (inputs are not read), or --shapes. Changes time, never bits."""
 
 TUNE = "tune"
 WITH_SHAPES = {"shapes", "rounds", "again", "json", "device", "engine", "config"}
@@ -38,7 +38,11 @@ class TuneConfig(RunConfig):
         str, None, f"start from a model with a name, other options change it: {', '.join(PRESETS)}", group=TUNE
     )
     shapes: str | None = option(
-        str, None, "products instead of a model's: [BATCHx]MxNxK[:NN|NT|TN|TT], several with commas", group=TUNE
+        str,
+        None,
+        "instead of a model's: products [BATCHx]MxNxK[:NN|NT|TN|TT] and causal attention:BATCHxHEADS[/KV_HEADS]xSEQx"
+        "HEAD_DIM, several with commas",
+        group=TUNE,
     )
     rounds: int = option(int, 5, "measurements of each variant, in turns; the least counts", group=TUNE, rule=POSITIVE)
     again: bool = option(bool, False, "measure also what has been measured before", group=TUNE)

@@ -8,10 +8,16 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ..engine.block_fold_call import BlockCall
+from ..engine.block_fold_choice import BlockFoldChooser
+from ..engine.block_fold_choice import select_for as select_tile
 from ..engine.compute_engine import Rule
 from ..engine.errors import BadInputError
 from ..engine.matmul_choice import MatmulChooser, select_for, tuning_key
 from ..engine.op import Op
+from ..engine.ops.attention import attention_calls
+from ..engine.ops.block_fold_launch import BlockFoldCalls
+from ..engine.ops.block_fold_tuner import tune_block_fold
 from ..engine.ops.matmul import MATMUL, layout_of
 from ..engine.ops.matmul_launch import Layout
 from ..engine.ops.matmul_tuner import tune_product
@@ -24,6 +30,7 @@ from .model_setup import make_model, make_optimizer, make_training_step
 from .run_config import RunConfig
 
 _PRODUCT = re.compile(r"(?:(\d+)x)?(\d+)x(\d+)x(\d+)(?::([NT][NT]))?")
+_ATTENTION = re.compile(r"attention:(\d+)x(\d+)(?:/(\d+))?x(\d+)x(\d+)")
 
 
 class TunedCall(Protocol):
@@ -72,6 +79,30 @@ class ProductCall(NamedTuple):
         return tune_product(gpu, self.layout, self.letters, rounds=rounds)
 
 
+class FoldCall(NamedTuple):
+    """A fold over blocks: attention forward, or one of the two of its backward."""
+
+    call: BlockCall
+
+    @property
+    def key(self) -> str:
+        return self.call.key
+
+    @property
+    def flops(self) -> float:
+        return float(self.call.flops)
+
+    def chooser(self, gpu: Recorder) -> BlockFoldChooser:
+        return BlockFoldChooser.of(gpu)
+
+    def unmeasured(self, gpu: Recorder) -> str:
+        chooser = self.chooser(gpu)
+        return select_tile(chooser.device, self.call, chooser.table, tuned=False).choice.name
+
+    def tune(self, gpu: Recorder, rounds: int) -> Measured:
+        return tune_block_fold(gpu, self.call, rounds=rounds)
+
+
 class Calls:
     """Calls and how often each is there, by key: what has one key is measured once."""
 
@@ -107,6 +138,9 @@ class _CallCounter(PlanEngine):
             trans_a, trans_b = settings["trans_a"], settings["trans_b"]
             layout = layout_of(a.spec, b.spec, trans_a, trans_b)
             self.calls.add(ProductCall(layout, f"{'NT'[trans_a]}{'NT'[trans_b]}"))
+        elif isinstance(op, BlockFoldCalls):
+            for call in op.block_calls(inputs, settings):
+                self.calls.add(FoldCall(call))
 
 
 def calls_of_step(config: RunConfig, vocab_size: int) -> Calls:
@@ -123,13 +157,28 @@ def calls_of_step(config: RunConfig, vocab_size: int) -> Calls:
 
 
 def calls_of_text(text: str) -> Calls:
-    """From "512x512x512, 8x64x64x32:NT". Raises BadInputError for anything else."""
+    """From "512x512x512, 8x64x64x32:NT, attention:1x4/2x512x64". Raises BadInputError for anything else."""
     calls = Calls()
     for part in filter(None, (part.strip() for part in text.split(","))):
-        calls.add(_product_of(part))
+        for call in _attention_of(part) if part.startswith("attention") else [_product_of(part)]:
+            calls.add(call)
     if not len(calls):
-        raise BadInputError("--shapes names no product")
+        raise BadInputError("--shapes names no product and no attention")
     return calls
+
+
+def _attention_of(text: str) -> list[TunedCall]:
+    """Causal attention, forward and backward."""
+    match = _ATTENTION.fullmatch(text)
+    if match is None or not all(int(size) for size in match.groups() if size is not None):
+        raise BadInputError(
+            f"{text!r} is no attention: write attention:BATCHxHEADSxSEQxHEAD_DIM, or HEADS/KV_HEADS where they differ"
+        )
+    batch, heads, kv_heads, seq, head_dim = (int(size or match[2]) for size in match.groups())
+    try:
+        return [FoldCall(call) for call in attention_calls(batch, heads, seq, head_dim, kv_heads)]
+    except ValueError as error:
+        raise BadInputError(f"{text}: {error}") from error
 
 
 def _product_of(text: str) -> ProductCall:

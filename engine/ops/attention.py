@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..attention_folds import attention_d_kv, attention_d_q, attention_forward
+from ..block_fold_call import BlockCall
 from ..expr import Expr
 from ..kernel import Kernel
-from ..op import Op, register
+from ..op import register
 from ..tensor import Tensor, TensorSpec
 from . import attention_launch as launcher
 from . import attention_rule as rule
 from .attention_launch import Part
 from .attention_rule import AttentionShape, Mask
+from .block_fold_launch import BlockFoldCalls
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
@@ -27,7 +29,7 @@ def _shape_of(q: Any, k: Any, v: Any) -> AttentionShape:
     return rule.separate_shape(*(s if isinstance(s, TensorSpec) else TensorSpec(s.shape) for s in (q, k, v)))
 
 
-class AttentionOp(Op):
+class AttentionOp(BlockFoldCalls):
     """o, lse = attention(q, k, v, key_lengths, documents, sinks, head_values)."""
 
     name = "attention"
@@ -53,11 +55,14 @@ class AttentionOp(Op):
         mask = Mask.of(inputs[3:], settings)
         launcher.launch_forward(gpu, _shape_of(q, k, v), mask, [Part(q), Part(k), Part(v)], o, lse)
 
+    def block_calls(self, inputs: Sequence[Any], settings: Mapping[str, Any]) -> list[BlockCall]:
+        return launcher.forward_calls(_shape_of(*inputs[:3]), Mask.of(inputs[3:], settings))
+
     def kernels(self) -> Iterable[Kernel]:
         return launcher.all_kernels(attention_forward)
 
 
-class AttentionBackwardOp(Op):
+class AttentionBackwardOp(BlockFoldCalls):
     """d_q, d_k, d_v = attention_backward(d_o, q, k, v, o, lse, key_lengths, documents, sinks, head_values)."""
 
     name = "attention_backward"
@@ -98,12 +103,31 @@ class AttentionBackwardOp(Op):
         parts = [Part(t) for t in gradients]
         launcher.launch_backward(gpu, _shape_of(q, k, v), mask, d_o, [Part(q), Part(k), Part(v)], o, lse, parts, delta)
 
+    def block_calls(self, inputs: Sequence[Any], settings: Mapping[str, Any]) -> list[BlockCall]:
+        return launcher.backward_calls(_shape_of(*inputs[1:4]), Mask.of(inputs[6:], settings))
+
     def kernels(self) -> Iterable[Kernel]:
         return launcher.all_kernels(attention_d_q, attention_d_kv)
 
 
-ATTENTION = register(AttentionOp())
-ATTENTION_BACKWARD = register(AttentionBackwardOp())
+ATTENTION, ATTENTION_BACKWARD = AttentionOp(), AttentionBackwardOp()
+register(ATTENTION)
+register(ATTENTION_BACKWARD)
+
+
+def attention_calls(
+    batch: int, heads: int, seq: int, head_dim: int, kv_heads: int | None = None
+) -> tuple[BlockCall, BlockCall, BlockCall]:
+    """The folds of causal attention, forward and backward, at these sizes: to measure or to name them.
+
+    Raises ValueError for sizes that cannot be.
+    """
+    q, kv = (TensorSpec((batch, seq, n, head_dim)) for n in (heads, kv_heads or heads))
+    settings = rule.settings_of(head_dim, True, 0, None, None)
+    _, lse = ATTENTION.outputs(q, kv, kv, **settings)
+    (forward,) = ATTENTION.block_calls([q, kv, kv], settings)
+    of_queries, of_keys = ATTENTION_BACKWARD.block_calls([q, q, kv, kv, q, lse], settings)
+    return forward, of_queries, of_keys
 
 
 def attention(

@@ -8,15 +8,16 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..attention_folds import attention_d_kv, attention_d_q, attention_forward
-from ..attention_masks import mask_flags
 from ..attention_scores import alibi
 from ..block_fold import BlockFold
-from ..block_fold_glsl import block_fold_glsl
+from ..block_fold_call import BlockCall, BlockSizes
+from ..block_fold_glsl import block_fold_glsl, strides_of
 from ..expr import Expr
 from ..kernel import Kernel
 from ..tensor import Tensor
 from .attention_rule import AttentionShape, Mask
-from .block_fold_launch import BlockSizes, Pointer, known_kernels, launch_block_fold
+from .block_fold_dispatch import Pointer
+from .block_fold_launch import known_kernels, launch_block_fold
 
 if TYPE_CHECKING:
     from ..recorder import Recorder
@@ -50,25 +51,8 @@ def _name_of(fold: BlockFold, score: Expr | None) -> str:
     return f"_{hashlib.sha256(block_fold_glsl(fold).encode()).hexdigest()[:8]}"
 
 
-def _launch(
-    gpu: Recorder,
-    fold: BlockFold,
-    shape: AttentionShape,
-    mask: Mask,
-    inputs: Sequence[Pointer],
-    outputs: Sequence[Pointer],
-) -> None:
-    """Record one fold. inputs: its rows and its numbers but sinks and head values."""
-    optional = {"sinks": mask.sinks, "head": mask.head_values}
-    more = [optional[name] for name in fold.numbers if name in optional]
-    flags = mask_flags(
-        shape.num_queries,
-        shape.num_keys,
-        causal=mask.causal,
-        window=mask.window,
-        lengths=mask.lengths is not None,
-        documents=mask.documents is not None,
-    )
+def _call(fold: BlockFold, shape: AttentionShape, mask: Mask) -> BlockCall:
+    """A fold at these sizes, with this mask."""
     sizes = BlockSizes(
         shape.batch, shape.num_queries, shape.num_keys, shape.num_heads, shape.num_kv_heads, shape.head_dim
     )
@@ -80,16 +64,43 @@ def _launch(
             streamed_heads=sizes.held_heads,
         )
     strides = {"q_row": shape.q_row, "kv_row": shape.kv_row, "o_row": shape.o_row}
-    pointers = [*inputs, *more, mask.lengths, mask.documents, *outputs]
-    suffix = _name_of(fold, mask.score)
-    launch_block_fold(gpu, fold, sizes, strides, pointers, (mask.scale,), flags=flags, suffix=suffix)
+    optional = {"sinks": mask.sinks, "key_lengths": mask.lengths, "documents": mask.documents}
+    given = [name for name, t in optional.items() if t is not None and (name != "sinks" or name in fold.absent)]
+    return BlockCall(
+        fold,
+        sizes,
+        tuple(strides[name] for name in strides_of(fold)),
+        (mask.scale,),
+        tuple(given),
+        mask.causal,
+        mask.window,
+        _name_of(fold, mask.score),
+    )
+
+
+def forward_calls(shape: AttentionShape, mask: Mask) -> list[BlockCall]:
+    """What `launch_forward` records."""
+    return [_call(attention_forward(mask.score), shape, mask)]
+
+
+def backward_calls(shape: AttentionShape, mask: Mask) -> list[BlockCall]:
+    """What `launch_backward` records."""
+    return [_call(fold(mask.score), shape, mask) for fold in (attention_d_q, attention_d_kv)]
+
+
+def _launch(gpu: Recorder, call: BlockCall, mask: Mask, inputs: Sequence[Pointer], outputs: Sequence[Pointer]) -> None:
+    """Record one fold. inputs: its rows and its numbers but sinks and head values."""
+    optional = {"sinks": mask.sinks, "head": mask.head_values}
+    more = [optional[name] for name in call.fold.numbers if name in optional]
+    launch_block_fold(gpu, call, [*inputs, *more, mask.lengths, mask.documents, *outputs])
 
 
 def launch_forward(
     gpu: Recorder, shape: AttentionShape, mask: Mask, parts: Sequence[Part], o: Tensor, lse: Tensor
 ) -> None:
     """Record attention forward over the q, k and v of `parts`: one dispatch."""
-    _launch(gpu, attention_forward(mask.score), shape, mask, [part.pointer for part in parts], [o, lse])
+    (call,) = forward_calls(shape, mask)
+    _launch(gpu, call, mask, [part.pointer for part in parts], [o, lse])
 
 
 def launch_backward(
@@ -108,5 +119,6 @@ def launch_backward(
     """
     q, k, v = (part.pointer for part in parts)
     d_q, d_k, d_v = (part.pointer for part in gradients)
-    _launch(gpu, attention_d_q(mask.score), shape, mask, [q, d_o, o, k, v, lse], [d_q, delta])
-    _launch(gpu, attention_d_kv(mask.score), shape, mask, [k, v, q, d_o, lse, delta], [d_k, d_v])
+    of_queries, of_keys = backward_calls(shape, mask)
+    _launch(gpu, of_queries, mask, [q, d_o, o, k, v, lse], [d_q, delta])
+    _launch(gpu, of_keys, mask, [k, v, q, d_o, lse, delta], [d_k, d_v])

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..attention_folds import attention_d_kv, attention_d_q, attention_forward
+from ..block_fold_call import BlockCall
 from ..expr import Expr
 from ..kernel import Kernel
-from ..op import Op, register
+from ..op import register
 from ..setting_checks import is_whole
 from ..tensor import Tensor, TensorSpec
 from . import attention_launch as launcher
 from . import attention_rule as rule
 from .attention_launch import Part
 from .attention_rule import AttentionShape, Mask
+from .block_fold_launch import BlockFoldCalls
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
@@ -42,7 +44,7 @@ def _split(qkv: np.ndarray, shape: AttentionShape) -> list[np.ndarray]:
 _SETTING_TYPES = {**rule.SETTING_TYPES, "num_heads": "int", "num_kv_heads": "int"}
 
 
-class AttentionQkvOp(Op):
+class AttentionQkvOp(BlockFoldCalls):
     """o, lse = attention_qkv(qkv, key_lengths, documents, sinks, head_values)."""
 
     name = "attention_qkv"
@@ -66,11 +68,14 @@ class AttentionQkvOp(Op):
         o, lse = outputs
         launcher.launch_forward(gpu, shape, Mask.of(inputs[1:], settings), _parts(inputs[0], shape), o, lse)
 
+    def block_calls(self, inputs: Sequence[Any], settings: Mapping[str, Any]) -> list[BlockCall]:
+        return launcher.forward_calls(_shape_of(inputs[0], settings), Mask.of(inputs[1:], settings))
+
     def kernels(self) -> Iterable[Kernel]:
         return launcher.all_kernels(attention_forward)
 
 
-class AttentionQkvBackwardOp(Op):
+class AttentionQkvBackwardOp(BlockFoldCalls):
     """d_qkv = attention_qkv_backward(d_o, qkv, o, lse, key_lengths, documents, sinks, head_values)."""
 
     name = "attention_qkv_backward"
@@ -112,6 +117,9 @@ class AttentionQkvBackwardOp(Op):
         shape = _shape_of(qkv, settings)
         mask = Mask.of(inputs[4:], settings)
         launcher.launch_backward(gpu, shape, mask, d_o, _parts(qkv, shape), o, lse, _parts(d_qkv, shape), delta)
+
+    def block_calls(self, inputs: Sequence[Any], settings: Mapping[str, Any]) -> list[BlockCall]:
+        return launcher.backward_calls(_shape_of(inputs[1], settings), Mask.of(inputs[4:], settings))
 
     def kernels(self) -> Iterable[Kernel]:
         return launcher.all_kernels(attention_d_q, attention_d_kv)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..attention_masks import KEYS_OF_QUERIES, QUERIES_OF_KEYS, mask_flags, seen_pairs
+from ..attention_masks import KEYS_OF_QUERIES, QUERIES_OF_KEYS, seen_pairs
 from ..block_fold import BlockFold
+from ..block_fold_call import BlockCall, BlockSizes
+from ..block_fold_glsl import strides_of
 from ..expr_walk import topological
 from ..input_checks import described
-from ..op import Op, register
+from ..op import register
 from ..setting_checks import check_setting
 from ..tensor import Tensor, TensorSpec
-from .block_fold_launch import MAX_HEAD_DIM, MAX_HEADS, MAX_POSITIONS, MAX_ROUNDS, BlockSizes, launch_block_fold
+from .block_fold_dispatch import MAX_ROUNDS
+from .block_fold_launch import MAX_HEAD_DIM, MAX_HEADS, MAX_POSITIONS, BlockFoldCalls, launch_block_fold
 from .row_kernels import check_spec
 
 if TYPE_CHECKING:
@@ -114,7 +117,7 @@ def _check_numbers(spec: BlockFold, given: dict[str, TensorSpec], sizes: BlockSi
             check_spec(what, name, given[name], shape, "int32")
 
 
-class BlockFoldOp(Op):
+class BlockFoldOp(BlockFoldCalls):
     """Outputs of a block fold: rows, then values."""
 
     name = "block_fold"
@@ -170,16 +173,18 @@ class BlockFoldOp(Op):
         causal: bool,
         window: int,
     ) -> None:
+        settings = {"spec": spec, "scalars": scalars, "causal": causal, "window": window}
+        (call,) = self.block_calls(inputs, settings)
+        launch_block_fold(gpu, call, [*inputs, *outputs])
+
+    def block_calls(self, inputs: Sequence[Any], settings: Mapping[str, Any]) -> list[BlockCall]:
+        spec, scalars, causal, window = (settings[name] for name in ("spec", "scalars", "causal", "window"))
         given = dict(zip(spec.tensor_inputs, inputs, strict=True))
         sizes = _sizes(spec, given)
-        flags = 0
-        if spec.seen is not None:
-            lengths, documents = (given[name] is not None for name in ("key_lengths", "documents"))
-            flags = mask_flags(
-                *_queries_and_keys(spec, sizes), causal=causal, window=window, lengths=lengths, documents=documents
-            )
         strides = _strides(spec, sizes)
-        launch_block_fold(gpu, spec, sizes, strides, [*inputs, *outputs], scalars, flags=flags)
+        there = tuple(name for name in spec.optional_inputs if given[name] is not None)
+        in_order = tuple(strides[name] for name in strides_of(spec))
+        return [BlockCall(spec, sizes, in_order, scalars, there, causal, window)]
 
 
 BLOCK_FOLD = register(BlockFoldOp())
@@ -213,7 +218,7 @@ def block_fold(
         )
     if spec.seen is None and (causal or window):
         raise ValueError(f"{what} has no mask: give the spec seen=KEYS_OF_QUERIES to call it with causal or window")
-    optional = {*spec.absent, *(spec.seen.tensors if spec.seen is not None else ())}
+    optional = set(spec.optional_inputs)
     wanted = [*spec.tensor_inputs, *spec.scalars]
     taken = [name for name in wanted if name in _OWN]
     if taken:

@@ -1,0 +1,60 @@
+"""The dispatches of a block fold (engine/block_fold.py) with a given tile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+from ..block_fold_call import BlockCall
+from ..block_fold_glsl import Tile, block_fold_kernel, block_rows
+from ..tensor import Tensor
+
+if TYPE_CHECKING:
+    from ..recorder import Recorder
+
+MAX_ROUNDS = 65000  # lavapipe 22.3 ends an invocation's loops after 65,535 rounds in all
+
+Pointer: TypeAlias = Union[Tensor, "tuple[Tensor, int]", int]  # as a dispatch takes it
+
+kernel_of = cache(block_fold_kernel)
+
+
+def heads_a_dispatch(call: BlockCall, tile: Tile) -> int:
+    """Streamed heads of a group that a held row folds in one dispatch: all, unless their loops would be longer than a
+    driver runs."""
+    rounds = -(-call.sizes.num_streamed // block_rows(call.sizes.head_dim, tile.spread)) + 1
+    return max(1, min(call.group, MAX_ROUNDS // rounds))
+
+
+def dispatch_block_fold(
+    gpu: Recorder,
+    call: BlockCall,
+    tile: Tile,
+    pointers: Sequence[Pointer | None],
+    *,
+    continues: bool = False,
+) -> None:
+    """Record a call with this tile, which changes no bit.
+
+    pointers: inputs in the order of `tensor_inputs`, then rows, then values; None for an input that is not given.
+    continues: sums go on from what their outputs hold, as they do from the second dispatch on.
+    """
+    sizes = call.sizes
+    tiles = -(-sizes.num_held // (gpu.subgroup_size * tile.rows))
+    some = next(pointer for pointer in reversed(pointers) if pointer is not None)  # nobody looks behind it
+    arguments = [some if pointer is None else pointer for pointer in pointers]
+    few = min(sizes.held_heads, sizes.streamed_heads)
+    numbers = (
+        sizes.num_held,
+        sizes.num_streamed,
+        call.many_heads | few << 16,
+        *call.strides,
+        call.flags,
+        *call.scalars,
+    )
+    step = heads_a_dispatch(call, tile)
+    for first in range(0, call.group, step):
+        members = (first | min(step, call.group - first) << 16,) if call.fold.shared == "held" else ()
+        kernel = kernel_of(call.fold, sizes.head_dim, tile, continues=continues or first > 0, suffix=call.suffix)
+        gpu.dispatch(kernel, tiles * sizes.batch * sizes.held_heads, *arguments, *numbers, *members)

@@ -1,0 +1,57 @@
+"""Measures the variants of a block fold's call (engine/tuner.py)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import numpy as np
+
+from ..block_fold_call import BlockCall
+from ..block_fold_choice import BlockFoldChooser, family_of
+from ..block_fold_variants import TileVariant, worth_measuring
+from ..recorder import Recorder
+from ..tuner import HALF, Measured, keep_times, measure_in_turns
+from .block_fold_check import checked
+from .block_fold_dispatch import Pointer, dispatch_block_fold
+
+
+def tune_block_fold(gpu: Recorder, call: BlockCall, *, rounds: int = 5) -> Measured:
+    """Measure a call's variants and keep the times.
+
+    Every variant is compared with the base variant first, and left out when barred. Key lengths and documents, if
+    given, are those of whole sequences. Takes device memory for the operands. Raises OutOfDeviceMemoryError where there
+    is too little.
+    """
+    chooser = BlockFoldChooser.of(gpu)
+    sizes = call.sizes
+    worth = worth_measuring(chooser.device, family_of(chooser.device, call), sizes.num_held)
+    usable = [choice for choice in worth if choice.barred_as not in chooser.table.barred]
+    usable = [choice for choice in usable if checked(gpu, chooser, call, choice)]
+    keys = call.queries_and_keys[1]
+    masks = {
+        "key_lengths": np.full(sizes.batch, keys, np.int32),
+        "documents": np.tile(np.array([0, keys], np.int32), sizes.batch * keys),
+    }
+    with ExitStack() as stack:
+        aside = gpu.aside()
+        stack.callback(aside.close)
+        pointers: list[Pointer | None] = []
+        absent = set(call.fold.optional_inputs) - set(call.given)
+        for name, elements in call.elements().items():
+            if name in absent:
+                pointers.append(None)
+                continue
+            nbytes = 4 * max(1, elements)
+            buffer = gpu.device.create_buffer(nbytes, host_visible=False)
+            stack.callback(gpu.device.destroy_buffer, buffer)
+            if name in masks and call.fold.seen is not None:
+                aside.write(buffer, 0, masks[name])
+            else:
+                aside.fill_buffer(buffer, 0, nbytes, HALF)
+            pointers.append(buffer.address)
+        aside.op_work = float(call.flops)
+
+        def record(choice: TileVariant) -> None:
+            dispatch_block_fold(aside, call, choice.tile, pointers)
+
+        return keep_times(chooser, Measured(call.key, measure_in_turns(aside, usable, record, rounds=rounds)))
