@@ -15,7 +15,7 @@ from .expr_walk import named, substitute
 from .fusion import Call, LateMerge, LateRule, Range, extent, overlap
 from .fusion_map import Side
 from .kernel_registry import is_available
-from .ops.matmul import MATMUL, plan_for
+from .ops.matmul import MATMUL, layout_of, plan_for
 from .ops.matmul_parts import OwnEpilogue, needed_shape, own_form, usual_epilogue
 from .tensor import Tensor, TensorSpec
 
@@ -167,8 +167,9 @@ def _merged(gpu: Recorder, call: Call, product: Tensor, last: Call) -> Call | No
     numbers = tuple(number for found in epilogue.numbers.values() for number in found)
     settings = {**call.settings, "activation": None, "epilogue": form, "numbers": numbers}
     inputs = [a, b, None, None, product if in_place else None, *epilogue.tensors]
-    how = {name: settings[name] for name in ("trans_a", "trans_b", "accumulate", "precision") if name in settings}
-    plan = plan_for(gpu, a, b, epilogue=form, **how)
+    transposed = settings["trans_a"], settings["trans_b"]
+    layout = layout_of(a.spec, b.spec, *transposed)
+    plan = plan_for(gpu, a, b, layout, *transposed, settings["accumulate"], settings.get("precision", "float32"), form)
     if not is_available(plan.kernel) or not is_available(plan.more):
         return None  # no kernel is cached, and there is no compiler
     cost = MATMUL.cost(*(None if t is None else t.spec for t in inputs), **settings)

@@ -91,7 +91,7 @@ def test_batches_and_views(engines: tuple[VulkanEngine, VulkanEngine]) -> None:
     assert results[0] == results[1]
     plans = MatmulChooser.of(engines[0].recorder).plans
     aligned = {
-        key[4]: "pairs" in plan.kernel.name for key, plan in plans.items() if key[0].product.m == 64 == key[0].product.k
+        key[5]: "pairs" in plan.kernel.name for key, plan in plans.items() if key[0].product.m == 64 == key[0].product.k
     }
     assert aligned == {True: True, False: False}
 

@@ -91,6 +91,7 @@ def plan_for(
     gpu: Recorder,
     a: Tensor,
     b: Tensor,
+    layout: Layout,
     trans_a: bool,
     trans_b: bool,
     accumulate: bool,
@@ -101,14 +102,13 @@ def plan_for(
 
     epilogue: None for the usual one.
     """
-    layout, letters = layout_of(a.spec, b.spec, trans_a, trans_b), f"{'NT'[trans_a]}{'NT'[trans_b]}"
     chooser = MatmulChooser.of(gpu)
     aligned = not (a.address | b.address) & 7  # both operands start on 8 bytes
     tuned = switches.raw("VKFOLD_TUNE")
-    key = (layout, letters, accumulate, precision, aligned, chooser.forced(), tuned, epilogue)
+    key = (layout, trans_a, trans_b, accumulate, precision, aligned, chooser.forced(), tuned, epilogue)
     plan = chooser.plans.get(key)
     while plan is None:
-        choice = chooser.choose(layout.product, letters, precision)
+        choice = chooser.choose(layout.product, f"{'NT'[trans_a]}{'NT'[trans_b]}", precision)
         kinds = {accumulate, accumulate or layout.product.k > MAX_SLICE}
         pairs = pairs_of(gpu, layout, choice) if aligned else PLAIN
         if all(checked(gpu, chooser, choice.variant, resumes, pairs) for resumes in kinds):
@@ -220,15 +220,15 @@ class MatmulOp(Op):
         epilogue: OwnEpilogue | None = None,
         numbers: tuple[float, ...] = (),
     ) -> None:
-        a, b, bias, residual, out, *operands = inputs
+        a, b, bias, residual, out = inputs[:5]
         assert a is not None and b is not None
         c = outputs[0] if out is None else out
         layout = layout_of(a.spec, b.spec, trans_a, trans_b)
         batch, m, n, _ = layout.product
         if batch * m * n:
-            plan = plan_for(gpu, a, b, trans_a, trans_b, accumulate, precision, epilogue)
-            own = [t for t in operands if t is not None]
-            run_plan(gpu, plan, layout, a, b, c, Epilogue(bias, residual, activation, accumulate, own, numbers))
+            plan = plan_for(gpu, a, b, layout, trans_a, trans_b, accumulate, precision, epilogue)
+            operands: Any = inputs[5:]
+            run_plan(gpu, plan, layout, a, b, c, Epilogue(bias, residual, activation, accumulate, operands, numbers))
 
     def kernels(self) -> Iterable[Kernel]:
         for size in SUBGROUP_SIZES:

@@ -234,10 +234,8 @@ def _after(start: Address, elements: int) -> Address | tuple[Tensor, int]:
     return start + 4 * elements if isinstance(start, int) else (start, 4 * elements)
 
 
-def _prologue_pointers(prologue: Prologue | None, operands: Sequence[Address], begin: int) -> list[Any]:
+def _prologue_pointers(prologue: Prologue, operands: Sequence[Address], begin: int) -> list[Any]:
     """A prologue's operands, from element `begin` on of those that k goes along."""
-    if prologue is None:
-        return []
     by_k = "value" if prologue.along_k else "column"
     kinds = [kind for _, kind in operands_of(prologue.fold)]
     return [_after(x, begin if kind == by_k else 0) for x, kind in zip(operands, kinds, strict=True)]
@@ -254,14 +252,17 @@ def run_plan(
     operands: Sequence[Address] = (),
 ) -> None:
     """Record a product. operands: of the plan's prologue, in order."""
-    bias, residual, activation, accumulate, own_operands, numbers = epilogue
+    bias, residual, activation, accumulate, pointers, numbers = epilogue
+    prologue, own = plan.parts
     swapped = SWAPPED * plan.swapped
-    if plan.parts.epilogue is None:
-        own_operands = (c if bias is None else bias, c if residual is None else residual)
-        last_flags = HAS_BIAS * (bias is not None) | HAS_RESIDUAL * (residual is not None) | swapped
+    middle: tuple[float, ...]  # what comes behind the sizes, in a slice of k and in the last one
+    end: tuple[float, ...]
+    if own is None:
+        pointers = (c if bias is None else bias, c if residual is None else residual)
+        flags = HAS_BIAS * (bias is not None) | HAS_RESIDUAL * (residual is not None) | swapped
+        middle, end = (0, swapped), (ACTIVATIONS[activation] if activation is not None else 0, flags)
     else:
-        last_flags = LAST | swapped
-    kind = ACTIVATIONS[activation] if activation is not None else 0
+        middle, end = (swapped, *numbers), (swapped | LAST, *numbers)
     rows, columns, *rest = plan.sizes
     total = layout.product.k
     begin = 0
@@ -275,15 +276,13 @@ def run_plan(
             first_b if plan.swapped else first_a,
             first_a if plan.swapped else first_b,
             c,
-            *own_operands,
-            *_prologue_pointers(plan.parts.prologue, operands, begin),
+            *pointers,
+            *(() if prologue is None else _prologue_pointers(prologue, operands, begin)),
             rows,
             columns,
             length,
             *rest,
-            *((kind * last,) if plan.parts.epilogue is None else ()),
-            last_flags if last else swapped,
-            *numbers,
+            *(end if last else middle),
         )
         begin += length
         if last:
