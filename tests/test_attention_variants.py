@@ -258,7 +258,7 @@ def test_tuning_is_kept_used_and_changes_no_bit(
         reasons = variant_reasons(second.recorder)
         device = BlockFoldChooser.of(second.recorder).device
         base = family_of(device, CALLS[1])[-1]
-        assert reasons[base.barred_as] == {"rows1": "measured 1e-06 ms, the least of 2"}
+        assert reasons[base.barred_as] == {KEYS[1]: "rows1, measured 1e-06 ms, the least of 2"}
         monkeypatch.setenv("VKFOLD_TUNE", "0")
         assert rows_of(second) == chosen
     path.write_text("{")
