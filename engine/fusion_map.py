@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from .fusion import Call, Merge, Range, can_move, extent, overlap
 from .fusion_map_op import FusedMapOp, Plan, Slot, joint_op
-from .kernel import Kernel
 from .kernel_registry import is_available
 from .map_kernel import MapKernel, Operand
 from .op import OPS, Cost
@@ -218,8 +217,8 @@ def _moved(call: Call) -> int:
     return call.cost.bytes_read + call.cost.bytes_written
 
 
-def known_kernels() -> Iterable[Kernel]:
-    """Joint kernels that this package's layers lead to, to be compiled ahead of time: a feed-forward's backward (the
+def known_ops() -> Iterable[FusedMapOp]:
+    """Joint ops that this package's layers lead to, to be compiled ahead of time: a feed-forward's backward (the
     activation's gradient, and the activation again, whose memory may be that of the gradient before it)."""
     for backward, forward, width, kinds in (
         ("activation_backward", "activation", 1, ({"kind": "relu"}, {"kind": "gelu"}, {"kind": "silu"})),
@@ -235,7 +234,7 @@ def known_kernels() -> Iterable[Kernel]:
             pattern = tuple(numbers.setdefault(extent(t), len(numbers)) for t in tensors)
             recipe = make_recipe(first, last, pattern, (False,))
             assert recipe is not None
-            yield from recipe.op.kernel.kernels()
+            yield recipe.op
 
 
 def _example(number: int, width: int) -> Tensor:

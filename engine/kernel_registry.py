@@ -7,7 +7,7 @@ import importlib
 import os
 import pkgutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from itertools import chain
@@ -35,7 +35,8 @@ def spirv_for(kernel: Kernel) -> bytes:
         found = _shipped(kernel.digest) or _cached(kernel.digest)
         if found is None:
             found = compile_glsl(kernel.glsl, kernel.name)
-            write_atomically(cache_path(kernel), hashlib.sha256(found).digest() + found)
+            named = kernel.name.encode() + b"\0" + found
+            write_atomically(cache_path(kernel), hashlib.sha256(named).digest() + named)
         _loaded[kernel.digest] = found
     return found
 
@@ -57,7 +58,7 @@ def spirv_of_digest(digest: str) -> bytes | None:
 
 
 def cache_path(kernel: Kernel) -> Path:
-    """Where the kernel is kept once compiled on this machine: a SHA-256 of the SPIR-V, then the SPIR-V."""
+    """Where the kernel is kept once compiled on this machine: a SHA-256 of what follows, its name, NUL, the SPIR-V."""
     return _path_of(kernel.digest)
 
 
@@ -72,23 +73,41 @@ def origin(kernel: Kernel) -> str:
     return "cache" if _cached(kernel.digest) is not None else ""
 
 
-def cached_kernels() -> list[Path]:
-    """Files of kernels in the user's cache."""
-    return sorted((switches.cache_folder() / "spirv").glob("*.spv"))
+def cached_names() -> dict[str, str]:
+    """Digest -> name of the kernels in the user's cache that this version would use."""
+    found = {}
+    for path in sorted((switches.cache_folder() / "spirv").glob(f"*-{_revision()}.spv")):
+        digest = path.name.partition("-")[0]
+        if (kept := _read_cached(path)) is not None:
+            found[digest] = kept[0]
+    return found
 
 
-def known_kernels() -> Iterator[Kernel]:
-    """Every kernel the ops declare, and those that fusion makes of them, each text once: compiled ahead of time."""
+def kernels_by_op() -> dict[str, list[Kernel]]:
+    """Every op's name, and those of joint ops that fusion is known to make -> its kernels.
+
+    Where a kernel has a twin that reads and writes two 64-bit words, which some drivers are given, it comes next.
+    """
     package = importlib.import_module(".ops", __package__)
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
     fusion = importlib.import_module(".fusion_map", __package__)
+    declared: dict[str, Iterable[Kernel]] = {name: op.kernels() for name, op in OPS.items()}
+    for joint in fusion.known_ops():
+        declared[joint.name] = [*declared.get(joint.name, ()), *joint.kernels()]
+    return {
+        name: list({text.digest: text for kernel in kernels for text in (kernel, kernel.in_words)}.values())
+        for name, kernels in declared.items()
+    }
+
+
+def known_kernels() -> Iterator[Kernel]:
+    """Every kernel the ops declare, and those that fusion makes of them, each text once: compiled ahead of time."""
     seen: set[str] = set()
-    for declared in chain(*(op.kernels() for op in OPS.values()), fusion.known_kernels()):
-        for kernel in (declared, declared.in_words):
-            if kernel.digest not in seen:
-                seen.add(kernel.digest)
-                yield kernel
+    for kernel in chain(*kernels_by_op().values()):
+        if kernel.digest not in seen:
+            seen.add(kernel.digest)
+            yield kernel
 
 
 @cache
@@ -96,7 +115,7 @@ def _revision() -> str:
     """Changes with the code between GLSL and SPIR-V: what another version compiled is not what this one would."""
     folder = Path(__file__).parent
     sources = b"".join((folder / name).read_bytes() for name in ("glsl_compiler.py", "spirv.py"))
-    return hashlib.sha256(sources).hexdigest()[:8]
+    return hashlib.sha256(b"name, NUL, SPIR-V" + sources).hexdigest()[:8]
 
 
 def _shipped(digest: str) -> bytes | None:
@@ -106,9 +125,17 @@ def _shipped(digest: str) -> bytes | None:
 
 def _cached(digest: str) -> bytes | None:
     """From the user's cache; None when missing or damaged (drivers trust SPIR-V and crash on half of one)."""
-    raw = _read(_path_of(digest))
-    spirv = raw[_CHECKSUM_BYTES:]
-    return spirv if spirv[:4] == _MAGIC and hashlib.sha256(spirv).digest() == raw[:_CHECKSUM_BYTES] else None
+    kept = _read_cached(_path_of(digest))
+    return None if kept is None else kept[1]
+
+
+def _read_cached(path: Path) -> tuple[str, bytes] | None:
+    raw = _read(path)
+    named = raw[_CHECKSUM_BYTES:]
+    name, _, spirv = named.partition(b"\0")
+    if spirv[:4] != _MAGIC or hashlib.sha256(named).digest() != raw[:_CHECKSUM_BYTES]:
+        return None
+    return name.decode(errors="replace"), spirv
 
 
 def _read(path: Path) -> bytes:

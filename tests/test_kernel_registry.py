@@ -11,8 +11,9 @@ from vkfold.__main__ import main
 from vkfold.engine import glsl_compiler, kernel_registry
 from vkfold.engine.glsl_compiler import CompilerUnavailableError, compile_glsl, compiler_name
 from vkfold.engine.kernel import Kernel
-from vkfold.engine.kernel_registry import cache_path, known_kernels, spirv_for
+from vkfold.engine.kernel_registry import cache_path, cached_names, kernels_by_op, known_kernels, spirv_for
 from vkfold.engine.op import OPS
+from vkfold.tools.kernels import detail_table
 
 VALIDATOR = """
 typedef struct { const uint32_t *code; size_t wordCount; } spv_const_binary_t;
@@ -151,6 +152,28 @@ def test_every_kernel_is_valid_spirv() -> None:
     tools.spvContextDestroy(context)
 
 
+def test_every_known_kernel_has_a_line(compiled: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Its twin in 64-bit words too, and those that fusion is known to make."""
+    by_op = kernels_by_op()
+    assert {k.digest for group in by_op.values() for k in group} == {k.digest for k in known_kernels()}
+    table = detail_table(by_op, [], [""])
+    ops, names, *_ = (list(column.cells) for column in table.columns)
+    assert list(zip(ops, names, strict=True)) == [(op, k.name) for op in sorted(by_op) for k in by_op[op]]
+    assert main(["kernels", "swiglu_backward__swiglu"]) == 0
+    assert "compiled at first use" in capsys.readouterr().out
+
+
+def test_the_cache_knows_names(compiled: list[str]) -> None:
+    """Those of this version; a damaged file has none."""
+    spirv_for(kernel())
+    other = Kernel("registry_other", SOURCE, "inout f32 y, uint n", local_size=8, defines={"A": 1})
+    spirv_for(other)
+    assert cached_names() == {kernel().digest: "registry_test", other.digest: "registry_other"}
+    cache_path(other).write_bytes(cache_path(other).read_bytes()[:-1])
+    cache_path(kernel()).rename(cache_path(kernel()).with_stem(f"{kernel().digest}-00000000"))
+    assert cached_names() == {}
+
+
 def test_the_list_of_kernels(
     compiled: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,13 +183,21 @@ def test_the_list_of_kernels(
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
     for op in OPS.values():
         assert (op.name in lines) == bool(list(op.kernels())), op
-    assert "2 compiled at first use" in lines["softmax"] and "scalar" in lines["softmax"]
+    assert "4 compiled at first use" in lines["softmax"] and "scalar" in lines["softmax"]
+    assert "(in" not in lines
     for each in OPS["softmax"].kernels():
-        spirv_for(each)
+        spirv_for(each.in_words)
+    spirv_for(kernel())
     assert main(["kernels", "softmax"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert {row[1]: row[-1] for row in rows} == {
-        "softmax_vec4": "cache", "softmax_scalar": "cache",
-        "softmax_backward_vec4": "use", "softmax_backward_scalar": "use",
-    }  # fmt: skip
+    origins = {(row[1], "WORDS64=1" in row): row[-1] for row in rows}
+    names = [f"softmax_{what}" for what in ("vec4", "scalar", "backward_vec4", "backward_scalar")]
+    assert origins == {
+        (name, twin): "cache" if twin and "backward" not in name else "use" for name in names for twin in (False, True)
+    }
+    assert main(["kernels", "registry"]) == 0  # of no op: the cache knows its name
+    assert capsys.readouterr().out.splitlines()[1].split()[2:] == ["cache)", "registry_test", "in", "the", "cache"]
+    assert main(["kernels"]) == 0
+    text = capsys.readouterr().out
+    assert "in the cache also 1 of" in text and "registry_test" in text
     assert main(["kernels", "no such"]) == 1 and main(["kernel"]) == 2

@@ -1,19 +1,19 @@
-"""`python -m vkfold kernels [WORD ...]`: every kernel that ops can launch, its variants, and where each comes from."""
+"""`python -m vkfold kernels [WORD ...]`: every kernel there is a name for, its variants, and where each comes from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
 from ..engine.errors import BadInputError
 from ..engine.kernel import Kernel
-from ..engine.kernel_registry import cached_kernels, known_kernels, origin
-from ..engine.op import OPS
+from ..engine.kernel_registry import cached_names, kernels_by_op, origin
 from .console import TableConsole
 
 _SHOWN = 4
 _FROM = {"package": "compiled ahead of time", "cache": "in the cache", "": "compiled at first use"}
+_NO_OP = "(in the cache)"  # of engine.map, engine.fold, fusion, or an op that was since changed
 
 
 def main(words: Sequence[str]) -> int:
@@ -25,53 +25,53 @@ def main(words: Sequence[str]) -> int:
         if word.startswith("-"):
             raise BadInputError(f"vkfold kernels takes words of names, not {word!r}: name an op, for example softmax")
     console = TableConsole(highlight=False)
-    table = detail_table(words) if words else overview_table()
+    kernels = kernels_by_op()
+    known = {kernel.digest for group in kernels.values() for kernel in group}
+    others = sorted(name for digest, name in cached_names().items() if digest not in known)
+    table = detail_table(kernels, others, words) if words else overview_table(kernels, others)
     if not table.row_count:
         console.print(f"no op and no kernel is called anything like {' or '.join(words)}", markup=False)
         return 1
     console.print(table)
     if not words:
         console.print(
-            f"{sum(1 for _ in known_kernels())} different kernels of ops. {len(cached_kernels())} files in the cache, "
-            "engine.map's and kernels of your own among them. One line a kernel: python -m vkfold kernels OP",
+            f"{len(known)} different kernels of ops; in the cache also {len(others)} of engine.map and engine.fold, or "
+            "made by fusion. One line a kernel: python -m vkfold kernels OP",
             soft_wrap=True,
         )
     return 0
 
 
-def overview_table() -> Table:
-    """One line an op: its kernels counted by where they come from."""
+def overview_table(kernels: Mapping[str, Sequence[Kernel]], others: Sequence[str]) -> Table:
+    """One line an op: its kernels counted by where they come from; the last, those of no op that are in the cache."""
     table = Table("op", "kernels", "variants", "from", box=None, pad_edge=False)
-    for name, kernels in kernels_by_op():
-        if not kernels:
-            continue
-        origins = [origin(kernel) for kernel in kernels]
-        counts = [f"{origins.count(key)} {_FROM[key]}" for key in _FROM if key in origins]
-        table.add_row(name, str(len(kernels)), _variants(name, kernels), ", ".join(counts))
+    for name, group in sorted(kernels.items()):
+        if group:
+            origins = [origin(kernel) for kernel in group]
+            counts = [f"{origins.count(key)} {_FROM[key]}" for key in _FROM if key in origins]
+            table.add_row(name, str(len(group)), _variants(name, [k.name for k in group]), ", ".join(counts))
+    if others:
+        table.add_row(_NO_OP, str(len(others)), _variants("", others), f"{len(others)} {_FROM['cache']}")
     return table
 
 
-def detail_table(words: Sequence[str]) -> Table:
-    """One line a kernel."""
+def detail_table(kernels: Mapping[str, Sequence[Kernel]], others: Sequence[str], words: Sequence[str]) -> Table:
+    """One line a kernel. One that has two texts, the second with WORDS64 for drivers that are given that, has two."""
     table = Table("op", "kernel", "workgroup", "arguments", "defines", "from", box=None, pad_edge=False)
-    for name, kernels in kernels_by_op():
-        for kernel in kernels:
-            if any(word in name or word in kernel.name for word in words):
+    for op, group in sorted(kernels.items()):
+        for kernel in group:
+            if any(word in op or word in kernel.name for word in words):
                 size = f"{kernel.subgroups} subgroups" if kernel.subgroups else str(kernel.local_size)
                 arguments = f"{kernel.num_pointers} pointers, {kernel.packer.size} bytes"
                 defines = " ".join(f"{key}={value}" for key, value in kernel.defines.items())
-                table.add_row(name, kernel.name, size, arguments, defines, _FROM[origin(kernel)])
+                table.add_row(op, kernel.name, size, arguments, defines, _FROM[origin(kernel)])
+    for name in others:
+        if any(word in name for word in words):
+            table.add_row(_NO_OP, name, "", "", "", _FROM["cache"])
     return table
 
 
-def kernels_by_op() -> list[tuple[str, list[Kernel]]]:
-    """Every op and its kernels, by name."""
-    for _ in known_kernels():  # imports the ops
-        break
-    return [(name, list(op.kernels())) for name, op in sorted(OPS.items())]
-
-
-def _variants(op: str, kernels: Sequence[Kernel]) -> str:
+def _variants(op: str, names: Sequence[str]) -> str:
     """The first few names, without the op's own."""
-    names = [kernel.name.removeprefix(op.rstrip("_") + "_") for kernel in kernels]
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    short = list(dict.fromkeys(name.removeprefix(op.rstrip("_") + "_") for name in names))
+    return ", ".join(short[:_SHOWN]) + (f" and {len(short) - _SHOWN} more" if len(short) > _SHOWN else "")
