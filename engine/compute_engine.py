@@ -14,6 +14,7 @@ from .host_copy import HostCopy
 from .host_memory import process_bytes
 from .host_values import array_of, checked_spec, stored
 from .input_checks import check_inputs, described, input_name, not_a_tensor
+from .never_made import NeverMade
 from .one_thread import OneThread
 from .op import Cost, Op
 from .overlap_check import check_overlap, shares_storage
@@ -36,13 +37,15 @@ class DriverMemory(NamedTuple):
 class Rule:
     """What an op's shape rule said for one combination of inputs and settings, kept because steps repeat."""
 
-    __slots__ = ("cost", "outputs", "scratch", "whole", "writes")
+    __slots__ = ("cost", "outputs", "ready", "ready_aligned", "scratch", "whole", "writes")
 
     def __init__(self, op: Op, specs: Sequence[TensorSpec | None], settings: dict[str, Any]) -> None:
         self.outputs = tuple(op.outputs(*specs, **settings))
         self.scratch = tuple(op.scratch(*specs, **settings))
         self.cost: Cost = op.cost(*specs, **settings)
         self.writes = tuple(op.written(len(specs), **settings))
+        self.ready: set[Any] = set()  # alignments of inputs for which the kernels are made; launcher.py
+        self.ready_aligned = False  # whether they are made for inputs that all start on 16 bytes
         self.whole = whole_settings(op)  # names; 2.0 finds the rule of 2, and no kernel takes it
 
 
@@ -58,6 +61,7 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
     def __init__(self) -> None:
         super().__init__()
         self._rules: dict[Any, Rule] = {}
+        self.never_made: NeverMade | None = None  # tensors whose op failed after it was called; None: none ever
         self.step_parameters = StepParameters()
         self.offloaded_bytes = 0  # copied to host memory by `offload` so far
         self.restored_bytes = 0  # copied back by `restore` so far
@@ -96,6 +100,8 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
                 )
         if rule.writes and shares_storage(inputs):
             check_overlap(op, rule.writes, inputs, settings)
+        if self.never_made is not None:
+            self.never_made.check(op.name, inputs)
         return rule
 
     @abstractmethod
@@ -170,6 +176,11 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
         if tensor.engine is not self:
             raise ValueError(f"{what}: the tensor lives on another engine, {tensor.engine.label}; this is {self.label}")
 
+    def check_made(self, what: str, tensors: Sequence[Tensor]) -> None:
+        """Raises NeverMadeError for a tensor whose op failed after it was called."""
+        if self.never_made is not None:
+            self.never_made.check(what, tensors)
+
     def _host_dtype(self, dtype: str) -> Any:
         """The NumPy type that tensors of this type are held in."""
         return numpy_dtype(dtype)
@@ -221,6 +232,7 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
         """
         self.check_open()
         self.check_tensor("offload", tensor)
+        self.check_made("offload", (tensor,))
         copy = self._copy_to_host(tensor)
         self.offloaded_bytes += tensor.nbytes
         return copy

@@ -29,6 +29,10 @@ class MissingActivationError(VkfoldError, RuntimeError):
     """A backward was asked for whose forward kept nothing (or whose cache was already used and released)."""
 
 
+class NeverMadeError(VkfoldError, RuntimeError):
+    """A tensor is used whose op failed after the call: its values are not there. The message names the cause."""
+
+
 class VulkanError(VkfoldError):
     """A Vulkan call failed. call: its name. result: VkResult as a number. result_name: the same in words."""
 

@@ -4,16 +4,25 @@ Ops are launched a few calls late. By then it is known whether anybody still hol
 out writing it. A rule (fusion_rules.py) replaces two calls by one that moves fewer bytes and gives the same bits in
 everything that can still be read. Nothing about allocation changes: addresses, peaks and plans are those of the calls
 as they were made. VKFOLD_FUSION=0 switches it off; `engine.fusion.report()` says what it did.
+
+No call is lost. The engine makes a call's kernels before it comes into the window, so what is wrong with one is an
+error of the call itself. What fails at the launch all the same (an interrupt, no memory) leaves the call where it was,
+to be tried again; a call of which part is recorded, or that cannot be made at all, is given up, and what it should have
+made is never read.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from .errors import OutOfDeviceMemoryError
 from .op import Cost, Op
 from .tensor import Storage, Tensor
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
 
 WINDOW = 6  # calls held back: a value that is dropped has mostly been dropped that many ops later
 
@@ -65,9 +74,9 @@ class Call:
         self.parts: tuple[str, ...] = (op.name,)
         self.scope: Any = None
         if alive is None:
-            self.alive: Sequence[Callable[[], Any]] = [weakref.ref(t.storage) for t in made[:num_outputs]]
             self.inputs = [None if t is None else borrowed(t) if t.twin is None else t.twin for t in inputs]
             self.made = [borrowed(t) for t in made]
+            self.alive: Sequence[Callable[[], Any]] = [t.storage.origin for t in self.made[:num_outputs]]
         else:
             self.alive, self.inputs, self.made = alive, list(inputs), list(made)
 
@@ -83,7 +92,7 @@ class Call:
     def reads(self) -> list[Range]:
         """Bytes it may read."""
         if self._reads is None:
-            self._reads = [(t.address, t.address + t.nbytes) for t in self.inputs if t is not None]
+            self._reads = [t.extent for t in self.inputs if t is not None]
         return self._reads
 
     def writes(self) -> list[Range]:
@@ -91,8 +100,13 @@ class Call:
         if self._writes is None:
             written = self.op.written(len(self.inputs), **self.settings)
             changed = [t for i in written if (t := self.inputs[i]) is not None]
-            self._writes = [(t.address, t.address + t.nbytes) for t in (*changed, *self.made)]
+            self._writes = [t.extent for t in (*changed, *self.made)]
         return self._writes
+
+    def written(self) -> list[Tensor]:
+        """The tensors it writes: inputs that change, outputs, temporaries."""
+        written = self.op.written(len(self.inputs), **self.settings)
+        return [*(t for i in written if (t := self.inputs[i]) is not None), *self.made]
 
 
 class Merge(NamedTuple):
@@ -133,14 +147,16 @@ def borrowed(tensor: Tensor) -> Tensor:
     storage = tensor.storage
     twin = storage.twin
     if twin is None:
-        twin = storage.twin = Storage(storage.handle, storage.nbytes, storage.address, None)
+        twin = Storage(storage.handle, storage.nbytes, storage.address, None)
+        twin.origin = weakref.ref(storage)
+        storage.twin = twin
     found = tensor.twin = Tensor(tensor.engine, tensor.spec, twin, tensor.offset)
     return found
 
 
 def extent(tensor: Tensor) -> Range:
     """The bytes of a tensor."""
-    return tensor.address, tensor.address + tensor.nbytes
+    return tensor.extent
 
 
 def overlap(some: Sequence[Range], others: Sequence[Range]) -> bool:
@@ -162,6 +178,22 @@ def can_move(call: Call, across: Sequence[Call]) -> bool:
     return True
 
 
+class Launcher(Protocol):
+    """What launches the calls: the engine.
+
+    launch_call: record it. can_launch: whether the kernels of a joint call can be made; makes them. give_up: these
+    calls will never be launched, because of an error. recorder: counts the commands it records.
+    """
+
+    recorder: Recorder
+
+    def launch_call(self, call: Call) -> None: ...
+
+    def can_launch(self, call: Call) -> bool: ...
+
+    def give_up(self, calls: Sequence[Call], error: BaseException) -> None: ...
+
+
 class Fusion:
     """The window. rules: op name -> rules to try when a call of that op is the later one. late_rules: op name -> the
     rule to try when a call of that op is about to be launched, given it and those behind it: its outputs may be dead.
@@ -169,35 +201,54 @@ class Fusion:
 
     def __init__(
         self,
-        launch: Callable[[Call], None],
+        launcher: Launcher,
         rules: dict[str, Sequence[Rule]],
         late_rules: dict[str, LateRule] | None = None,
     ) -> None:
-        self._launch = launch
+        self._launcher = launcher
+        self._launch, self._recorder = launcher.launch_call, launcher.recorder
         self._rules = rules
         self._late_rules = late_rules or {}
         self._calls: list[Call] = []
+        self._newest: Call | None = None  # the call being added, or what it was joined into
+        self._progress = 0  # calls launched or given up
         self._launching = False
         self._fired: dict[str, Fired] = {}
         self.num_calls = 0
 
     def add(self, call: Call) -> None:
-        """Take a call into the window; what falls out of it is launched."""
+        """Take a call into the window; what falls out of it is launched. When that fails, the call was not made."""
         calls = self._calls
         if calls and not calls[-1].examined:
             self._examine()
-        calls.append(call)
+        if len(calls) < WINDOW:
+            calls.append(call)
+        else:
+            before, progress = calls.copy(), self._progress
+            try:
+                calls.append(call)
+                self._newest = call
+                self._launch_first()
+            except BaseException:
+                kept = before if self._progress == progress else calls
+                calls[:] = [other for other in kept if other is not self._newest]
+                raise
         self.num_calls += 1
-        if len(calls) > WINDOW:
-            self._launch_first()
 
     def drain(self) -> None:
-        """Launch everything. Called before anything else is recorded; a launch that records changes nothing here."""
+        """Launch everything. Called before anything else is recorded; a launch that records changes nothing here.
+
+        Raises what a launch raises: see the head of this file for what becomes of the call.
+        """
         if self._launching or not self._calls:
             return
         self._examine()
         while self._calls:
             self._launch_first()
+
+    def discard(self) -> None:
+        """Forget what is held back: nobody will read it any more."""
+        self._calls.clear()
 
     def report(self) -> dict[str, Fired]:
         """What each rule did since the engine was made or `reset_report`."""
@@ -209,36 +260,65 @@ class Fusion:
         self.num_calls = 0
 
     def _launch_first(self) -> None:
-        call: Call | None = self._calls.pop(0)
-        assert call is not None
-        late = self._late_rules.get(call.op.name)
-        if late is not None:
-            call = self._merge_late(late, call)
-        if call is None:
+        calls = self._calls
+        late = self._late_rules.get(calls[0].op.name)
+        if late is not None and self._merge_late(late):
             return
-        self._launching = True
+        call, recorder = calls[0], self._recorder
+        num_commands = recorder.num_commands
         try:
+            self._launching = True
             self._launch(call)
+            self._progress += 1
+            del calls[0]
+        except BaseException as error:
+            again = not isinstance(error, Exception) or isinstance(error, (MemoryError, OutOfDeviceMemoryError))
+            if calls and calls[0] is call and not (again and recorder.num_commands == num_commands):
+                self._give_up(error)
+            raise
         finally:
             self._launching = False
 
-    def _merge_late(self, rule: LateRule, call: Call) -> Call | None:
-        found = rule(call, self._calls)
+    def _give_up(self, error: BaseException) -> None:
+        """Give up the first call, and those that read what it should have made."""
+        first, *others = self._calls
+        given_up, never_made, kept = [first], list(first.writes()), []
+        for call in others:
+            if overlap(call.reads(), never_made):
+                given_up.append(call)
+                never_made += call.writes()
+            else:
+                kept.append(call)
+                anew = call.writes()
+                never_made = [a for a in never_made if not any(b[0] <= a[0] and a[1] <= b[1] for b in anew)]
+        self._progress += 1
+        self._launcher.give_up(given_up, error)
+        self._calls[:] = kept
+
+    def _merge_late(self, rule: LateRule) -> bool:
+        """Whether nothing is left of the first call."""
+        call, *behind = self._calls
+        found = rule(call, behind)
         if found is None:
-            return call
-        last = self._calls[found.place]
+            return False
+        last = behind[found.place]
         before = _moved(call) + _moved(last)
         after = _moved(found.call) + (0 if found.first is None else _moved(found.first))
-        if after >= before:
-            return call
-        self._count(found.rule, found.first is None, before, after)
+        joint = [found.call] if found.first is None else [found.first, found.call]
+        if after >= before or not all(map(self._launcher.can_launch, joint)):
+            return False
         found.call.parts = call.parts + last.parts
         found.call.scope = last.scope
         found.call.examined = last.examined
-        self._calls[found.place] = found.call
+        if last is self._newest:
+            self._newest = found.call
+        behind[found.place] = found.call
         if found.first is not None:
             found.first.scope = call.scope
-        return found.first
+            behind.insert(0, found.first)
+        self._calls[:] = behind
+        self._count(found.rule, found.first is None, before, after)
+        return found.first is None
 
     def _count(self, rule: str, saves_launch: bool, before: int, after: int) -> None:
         sums = self._fired.get(rule, (0, 0, 0, 0))
@@ -253,18 +333,14 @@ class Fusion:
             if found is not None:
                 before = _moved(calls[found.first]) + _moved(last)
                 after = _moved(found.call)
-                if after >= before:
+                if after >= before or not self._launcher.can_launch(found.call):
                     continue
                 self._count(found.rule, True, before, after)
-                calls.pop()
                 found.call.examined = True  # it is the next call's partner as it stands
                 found.call.parts = calls[found.first].parts + last.parts
                 found.call.scope = calls[found.first].scope
-                if found.at_first:
-                    calls[found.first] = found.call
-                else:
-                    del calls[found.first]
-                    calls.append(found.call)
+                between = calls[found.first + 1 : -1]
+                calls[found.first :] = [found.call, *between] if found.at_first else [*between, found.call]
                 return
 
 

@@ -78,7 +78,7 @@ def join(first: Call, last: Call) -> Call | None:
     ours = [t for t in (*first.inputs, *first.outputs) if t is not None]
     tensors = [*ours, *(t for t in (*last.inputs, *last.outputs) if t is not None)]
     numbers: dict[Range, int] = {}
-    pattern = tuple([numbers.setdefault((t.address, t.address + t.nbytes), len(numbers)) for t in tensors])
+    pattern = tuple([numbers.setdefault(t.extent, len(numbers)) for t in tensors])
     if not set(pattern[: len(ours)]).intersection(pattern[len(ours) :]):
         return None  # nothing in common: nothing to save
     end = -1

@@ -7,7 +7,8 @@ watchdog (about 2 s): by workgroup, never along a reduction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from .errors import VkfoldError
@@ -66,6 +67,8 @@ class Recorder:
         self.step_address = 0
         self.op_work = 0.0  # of the op being launched; set by the engine
         self.num_submits = 0
+        self.num_commands = 0  # recorded so far; counted before each, so an interrupt cannot leave one out
+        self.rehearsing = False  # whether nothing is recorded, see `rehearsal`
         self.stream: StepStream | None = None  # takes down what is recorded, while a step may be replayed later
         self.next_input: Input | None = None  # what the next `write` brings, when that differs from step to step
         # Called before anything but an op's own commands is recorded: ops may be held back (fusion.py).
@@ -124,6 +127,15 @@ class Recorder:
             self.wait()
         return len(made)
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Nothing is recorded inside: an op's launch only makes the pipelines it needs, and checks its arguments."""
+        try:
+            self.rehearsing = True
+            yield
+        finally:
+            self.rehearsing = False
+
     def dispatch(self, kernel: Kernel, num_groups: int, *args: Any) -> None:
         """Record a dispatch of `num_groups` workgroups, split where it would run too long.
 
@@ -136,8 +148,6 @@ class Recorder:
                 return
             raise ValueError(f"kernel {kernel.name!r}: {num_groups} workgroups; it must be 0 to 2^32 - 1")
         pipeline = self._by_kernel.get(kernel) or self.pipelines.make(kernel)
-        if self.trace is not None:
-            self.trace(kernel.name)
         values = []
         for arg in args:
             kind = type(arg)
@@ -152,6 +162,10 @@ class Recorder:
         for index, mask in kernel.alignment_masks:
             if values[index] & mask:
                 self._misaligned(kernel, index, values[index])
+        if self.rehearsing:
+            return
+        if self.trace is not None:
+            self.trace(kernel.name)
         pieces = 1
         if self.op_work > self._dispatch_work:
             pieces = min(num_groups, int(self.op_work / self._dispatch_work) + 1)
@@ -169,6 +183,7 @@ class Recorder:
         if batch.work and batch.work + work > self._submit_work:
             self.submit()
             batch = self._open()
+        self.num_commands += 1
         commands = batch.commands
         commands.barrier()
         commands.bind(pipeline)
@@ -205,9 +220,12 @@ class Recorder:
 
     def fill_buffer(self, buffer: Buffer, offset: int, nbytes: int, word: int) -> None:
         """Record filling a range of a buffer, both ends multiples of 4, with a 32-bit word."""
+        if self.rehearsing:
+            return
         self.before_recording()
         if nbytes:
             commands = (self._current or self._open()).commands
+            self.num_commands += 1
             commands.barrier()
             commands.fill(buffer.handle, offset, nbytes, word)
             if self.stream is not None:
@@ -223,9 +241,12 @@ class Recorder:
 
     def copy_buffer(self, source: Buffer, source_offset: int, target: Buffer, target_offset: int, nbytes: int) -> None:
         """Record copying bytes from one buffer to another."""
+        if self.rehearsing:
+            return
         self.before_recording()
         if nbytes:
             commands = (self._current or self._open()).commands
+            self.num_commands += 1
             commands.barrier()
             commands.copy(source.handle, source_offset, target.handle, target_offset, nbytes)
             if self.stream is not None:
@@ -234,6 +255,8 @@ class Recorder:
     # -- host data ---------------------------------------------------------------------------------------------------
     def write(self, buffer: Buffer, offset: int, data: Any) -> None:
         """Record a copy of host bytes into a buffer. The bytes are staged at once and may change afterwards."""
+        if self.rehearsing:
+            return
         brings, self.next_input = self.next_input, None  # ops held back that are recorded first may write, too
         self.before_recording()
         view = memoryview(data).cast("B")
@@ -247,6 +270,7 @@ class Recorder:
                 self._staging_used = 0
             staging = batch.staging[-1]
             count = min(len(view) - position, STAGING_BYTES - self._staging_used)
+            self.num_commands += 1
             staging.mapping[self._staging_used : self._staging_used + count] = view[position : position + count]
             batch.commands.barrier()
             batch.commands.copy(staging.handle, self._staging_used, buffer.handle, offset + position, count)

@@ -244,7 +244,10 @@ class StepReplayer:
     def abandon(self) -> None:
         """The step ended in an error, or is not to be captured. Harmless when none was begun."""
         if self.recorder.stream is not None:
-            self.finish()
+            self.recorder.stream = None  # calls that are held back may be what failed: they are left alone
+            for use in self._uses:
+                use.finish()
+            self._uses = []
         self.recorder.next_input = None
 
     def capture(self, stream: StepStream, uses: Sequence[PoolUse]) -> Capture:

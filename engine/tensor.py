@@ -44,7 +44,7 @@ class Storage:
     address of the first byte (0 where there is none).
     """
 
-    __slots__ = ("__weakref__", "_give_back", "address", "handle", "nbytes", "tag", "twin")
+    __slots__ = ("__weakref__", "_give_back", "address", "handle", "nbytes", "origin", "tag", "twin")
 
     def __init__(self, handle: Any, nbytes: int, address: int, give_back: Any) -> None:
         self.handle = handle
@@ -52,6 +52,7 @@ class Storage:
         self.address = address
         self.tag = ""
         self.twin: Storage | None = None  # the same bytes without owning them; see fusion.py
+        self.origin: Any = None  # of a twin: gives the storage that owns the bytes, None once that is gone
         self._give_back = give_back
 
     def __del__(self) -> None:
@@ -68,7 +69,7 @@ class Tensor:
     values with NumPy: `np.asarray(a)` copies the values; NumPy's functions of two arrays refuse tensors.
     """
 
-    __slots__ = ("__weakref__", "address", "engine", "offset", "spec", "storage", "twin")
+    __slots__ = ("__weakref__", "_extent", "address", "engine", "offset", "spec", "storage", "twin")
     __array_ufunc__ = None  # `array + tensor` comes here, to say what to do, instead of copying to the host unseen
 
     def __init__(self, engine: ComputeEngine, spec: TensorSpec, storage: Storage, offset: int = 0) -> None:
@@ -78,6 +79,15 @@ class Tensor:
         self.offset = offset  # bytes into the storage
         self.address = storage.address + offset
         self.twin: Tensor | None = None  # the same bytes without a share in the storage; see fusion.py
+        self._extent: tuple[int, int] | None = None
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Address of the first byte and of the byte behind the last."""
+        found = self._extent
+        if found is None:
+            found = self._extent = self.address, self.address + self.spec.nbytes
+        return found
 
     @property
     def shape(self) -> tuple[int, ...]:

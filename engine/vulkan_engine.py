@@ -19,6 +19,7 @@ from .fusion_rules import late_rules, rules
 from .host_memory import available_bytes
 from .input_checks import check_dispatch
 from .kernel import Kernel
+from .launcher import OpLauncher
 from .op import Cost, Op
 from .pooled_engine import STEP, PooledEngine
 from .recorder import Recorder, buffer_of
@@ -93,6 +94,7 @@ class VulkanEngine(PooledEngine):
         self.closed = True  # until everything below has worked
         self._checks: MemoryChecks | None = None
         self.fusion: Fusion | None = None  # None: every op is launched when it is called
+        self._launcher: OpLauncher | None = None
         self.profiler: OpProfiler | None = None
         switches.check()
         self.debug = switches.get("VKFOLD_DEBUG")
@@ -130,7 +132,8 @@ class VulkanEngine(PooledEngine):
         if self._checks is None and fusion != "0":
             # They save bytes at the cost of arithmetic (a norm in every tile) or of compiling, which is dear on CPUs.
             late = late_rules(self.recorder) if fusion == "all" or not self.device.is_cpu else {}
-            self.fusion = Fusion(self._launch_call, rules(), late)
+            self._launcher = OpLauncher(self, self._launch_call, self._rehearse)
+            self.fusion = Fusion(self._launcher, rules(), late)
             self.recorder.before_recording = self.fusion.drain
         self.guard_bytes = GUARD_BYTES if self._checks else 0
         self.replayer = StepReplayer(self.recorder, (*self.pools.values(), self.host_pool), self._return)
@@ -140,6 +143,13 @@ class VulkanEngine(PooledEngine):
         return range_.block.handle.address + range_.offset
 
     def _launch(self, op: Op, rule: Rule, inputs: Sequence[Tensor | None], made: list[Tensor], settings: Any) -> None:
+        if self._launcher is not None:
+            addresses = 0
+            for tensor in inputs:
+                if tensor is not None:
+                    addresses |= tensor.address
+            if addresses & 15 or not rule.ready_aligned:
+                self._launcher.make_ready(op, rule, inputs, made, settings)
         if self.recorder.transfers is not None:
             written = op.written(len(inputs), **settings)
             self.recorder.transfers.before_use(inputs, [inputs[i] for i in written])
@@ -166,13 +176,19 @@ class VulkanEngine(PooledEngine):
         op.launch(recorder, inputs, made, **settings)
         self._checks.after_op(op, inputs, made, settings)
 
+    def _rehearse(self, op: Op, inputs: Sequence[Tensor | None], made: Sequence[Tensor], settings: Any) -> None:
+        with self.recorder.rehearsal():
+            op.launch(self.recorder, inputs, made, **settings)
+
     def _launch_call(self, call: Call) -> None:
         profiler = self.profiler
         if profiler is not None:
             profiler.begin(call)
-        self._launch_now(call.op, call.cost, call.inputs, call.made, call.settings)
-        if profiler is not None:
-            profiler.end()
+        try:
+            self._launch_now(call.op, call.cost, call.inputs, call.made, call.settings)
+        finally:
+            if profiler is not None:
+                profiler.end()
 
     def _guard(self, storage: Storage) -> None:
         if self._checks is not None:
@@ -198,6 +214,7 @@ class VulkanEngine(PooledEngine):
         self.recorder.before_recording()
         tensors = [arg[0] if isinstance(arg, tuple) else arg for arg in args]
         tensors = [arg for arg in tensors if isinstance(arg, Tensor)]
+        self.check_made(kernel.name, tensors)
         self._before_use(tensors, tensors)
         self.recorder.op_work = 0.0
         self.recorder.dispatch(kernel, num_groups, *args)
@@ -213,11 +230,14 @@ class VulkanEngine(PooledEngine):
             self._before_use((tensor,), (tensor,))
             buffer, offset = buffer_of(tensor)
             self.recorder.write(buffer, offset, data.tobytes())
+            if self.never_made is not None:
+                self.never_made.overwritten(tensor)
 
     def download(self, tensor: Tensor) -> np.ndarray:
         """The tensor's values. Submits what is recorded and waits for it."""
         self.check_open()
         self.check_tensor("download", tensor)
+        self.check_made("download", (tensor,))
         self._before_use((tensor,))
         buffer, offset = buffer_of(tensor)
         raw = self.recorder.read(buffer, offset, tensor.nbytes)
@@ -301,6 +321,8 @@ class VulkanEngine(PooledEngine):
             return "an allocation ledger hears of every op"
         if self.profiler is not None:
             return "a profiler measures every op"
+        if self.never_made:
+            return "a tensor was never made: its op failed"
         if self._pool is not self.pools[STEP]:
             return "the step runs inside parameter_pool()"
         return self.replayer.obstacle
@@ -327,6 +349,8 @@ class VulkanEngine(PooledEngine):
             return
         self.check_open()
         self.closed = True
+        if self.fusion is not None:
+            self.fusion.discard()
         self.replayer.close()
         self.recorder.close()
         if self._checks is not None:

@@ -323,6 +323,9 @@ class FakeEngine(VulkanEngine):
     ) -> None:
         super()._launch_now(HostOp(op, self), cost, inputs, made, settings)  # type: ignore[arg-type]
 
+    def _rehearse(self, op: Op, inputs: Sequence[Tensor | None], made: Sequence[Tensor], settings: Any) -> None:
+        """References need no kernels."""
+
     def set_step_parameters(self, parameters: StepParameters) -> None:
         self.recorder.before_recording()  # references of ops held back take the old ones
         super().set_step_parameters(parameters)

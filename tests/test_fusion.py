@@ -305,6 +305,9 @@ def test_joint_ops_have_a_reference(engine: VulkanEngine, monkeypatch: pytest.Mo
     launch = FusedMapOp.launch
 
     def checked(op: FusedMapOp, gpu: Any, inputs: Any, outputs: Any, **settings: Any) -> None:
+        if gpu.rehearsing:
+            launch(op, gpu, inputs, outputs, **settings)
+            return
         before = [tensor.numpy() for tensor in inputs]
         launch(op, gpu, inputs, outputs, **settings)
         step = {"step": engine.step_parameters} if op.takes_step else {}

@@ -1,0 +1,76 @@
+"""Launches the calls that fusion held back: their kernels made before, joint calls tried first, failures noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .errors import OutOfDeviceMemoryError
+from .never_made import NeverMade
+from .op import Op
+from .switches import logger
+from .tensor import Tensor
+
+if TYPE_CHECKING:
+    from .compute_engine import Rule
+    from .fusion import Call
+    from .vulkan_engine import VulkanEngine
+
+_MOST_JOINT = 4096
+Rehearse = Callable[[Op, Sequence[Tensor | None], Sequence[Tensor], Any], None]
+
+
+class OpLauncher:
+    """What an engine's calls go through. launch_call: records one. rehearse: makes what recording an op will need."""
+
+    def __init__(self, engine: VulkanEngine, launch_call: Callable[[Call], None], rehearse: Rehearse) -> None:
+        self.recorder = engine.recorder
+        self.launch_call = launch_call
+        self._engine = engine
+        self._rehearse = rehearse
+        self._joint: dict[Any, bool] = {}
+
+    def make_ready(
+        self, op: Op, rule: Rule, inputs: Sequence[Tensor | None], made: Sequence[Tensor], settings: Any
+    ) -> None:
+        """Make the kernels of a call, unless calls of the kind came before. Raises what recording it would raise."""
+        alignment = tuple([0 if t is None else t.address & 15 for t in inputs])
+        if alignment not in rule.ready:
+            self._rehearse(op, inputs, made, settings)
+            rule.ready.add(alignment)
+            if not any(alignment):
+                rule.ready_aligned = True
+
+    def can_launch(self, call: Call) -> bool:
+        """Whether the kernels of a joint call can be made; makes them."""
+        addresses, key = 0, call.identity
+        for tensor in call.inputs:
+            if tensor is not None:
+                addresses |= tensor.address
+        for tensor in call.made:
+            addresses |= tensor.address
+        if key is None:
+            key = call.op, *[None if t is None else t.spec for t in call.inputs], *call.settings.values()
+        if addresses & 15:
+            key = key, *[0 if t is None else t.address & 15 for t in (*call.inputs, *call.made)]
+        found = self._joint.get(key)
+        if found is None:
+            try:
+                self._rehearse(call.op, call.inputs, call.made, call.settings)
+                found = True
+            except (MemoryError, OutOfDeviceMemoryError):
+                return False
+            except Exception as error:
+                logger.warning("%s: not joined, the calls are launched apart: %s", call.op.name, error)
+                found = False
+            if len(self._joint) >= _MOST_JOINT:
+                self._joint.clear()
+            self._joint[key] = found
+        return found
+
+    def give_up(self, calls: Sequence[Call], error: BaseException) -> None:
+        """These calls will not be launched, or only in part: what they should have made is never read."""
+        engine = self._engine
+        if engine.never_made is None:
+            engine.never_made = NeverMade()
+        engine.never_made.note(calls, error)
