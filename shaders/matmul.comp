@@ -10,8 +10,8 @@
 // columns, are one kernel: a_row, a_k, b_col, b_k, c_row, c_col count elements. Rows and columns beyond the matrix are
 // clamped to the last one when loading and not stored.
 //
-// PAIR_A, PAIR_B: whether a lane reads two neighbouring elements as one 64-bit word: along k (1), or along the rows of A
-// and the columns of B (2); 0: one by one. In pairs k is a multiple of UNROLL_K, and strides, sizes and addresses fit.
+// PAIR_A, PAIR_B: how a lane reads two neighbouring elements as one 64-bit word: along k (1), or along the rows of A and
+// the columns of B (2); both 0: one by one. In pairs k is a multiple of UNROLL_K, and strides, sizes and addresses fit.
 //
 // PROLOGUE: one operand goes through `prologue` on the way in; PROLOGUE_OF_B: that is B, not A. Own is what its own index
 // (a row of A, a column of B) decides, OfK what k decides. Only for products without a batch.
@@ -19,7 +19,9 @@
 // SIZE: lanes of a subgroup. TM, TN: the tile of a lane. UNROLL_K: values of k in a round. A_LOADS: loads that bring TM
 // rows to SIZE lanes. SPREAD_SHUFFLE, SPREAD_BROADCAST: how a value reaches all lanes; neither: all lanes load it.
 // EACH_ROW(F, x), EACH_COLUMN(F, x), EACH_A(F, x), EACH_K(F, x): F(0, x) F(1, x) ..., as the driver likes it best: an
-// unrolled loop, or written out. Before this text come `prologue`, `has_epilogue` and `finish`, which are printed from
+// unrolled loop, or written out. GROUP: rows of tiles that are walked together, so that their A stays in cache while the
+// columns of B go by; 0: all. BLOCK: columns that a round multiplies at a time, for a CPU that spills registers; 0: all.
+// Before this text come `prologue`, `has_epilogue` and `finish`, which are printed from
 // expressions: engine/ops/matmul_parts.py.
 
 #if PROLOGUE
@@ -36,9 +38,16 @@
 shared float partial[(SPLIT - 1) * TM * TN * SIZE];
 #endif
 
-#if PAIR_A || PAIR_B
+#if PAIR_A
 layout(buffer_reference, std430, buffer_reference_align = 8) buffer U64 { uint64_t v[]; };
-vec2 load_pair(F32 p, uint i) { return uintBitsToFloat(unpackUint2x32(U64(uvec2(p)).v[i >> 1])); }
+#define PLACE uint64_t
+// Addresses of 64 bits are added up part by part: lavapipe does the part that a round does not change outside the loop.
+uint64_t bytes(uint elements) { return 4ul * uint64_t(elements); }
+vec2 load_pair(uint64_t at) { return uintBitsToFloat(unpackUint2x32(U64(at).v[0])); }
+#define AT(operand, element) (uint64_t(operand) + bytes(element))
+#else
+#define PLACE uint
+#define AT(operand, element) (element)
 #endif
 #if PAIR_B == 2
 #define COLUMN(w) (col0 + (w) / 2u * (2u * SIZE) + (w) % 2u)
@@ -71,22 +80,32 @@ void main() {
     const uint tiles = args.tiles_m * args.tiles_n;
     const uint batch = tile / tiles;
     if (batch >= NUM_PRODUCTS) return;
-    const uint row0 = tile % tiles % args.tiles_m * TM;
-    const uint col0 = tile % tiles / args.tiles_m * (TN * SIZE) + (PAIR_B == 2 ? 2u : 1u) * lane;
+    const uint place = tile % tiles;
+#if GROUP
+    const uint group = place / (GROUP * args.tiles_n), in_group = place % (GROUP * args.tiles_n);
+    const uint height = min(uint(GROUP), args.tiles_m - group * GROUP);
+    const uint tile_row = group * GROUP + in_group % height, tile_column = in_group / height;
+#else
+    const uint tile_row = place % args.tiles_m, tile_column = place / args.tiles_m;
+#endif
+    const uint row0 = tile_row * TM;
+    const uint col0 = tile_column * (TN * SIZE) + (PAIR_B == 2 ? 2u : 1u) * lane;
     const uint c_start = batch * args.m * args.n;
 
-    uint a_at[A_LOADS], b_at[TN], c_at[TN];
+    PLACE a_at[A_LOADS], b_at[TN];
+    uint c_at[TN];
 #if PAIR_A == 2
-#define PLACE_A(i, _) if ((i) % 2 == 0) a_at[i] = batch * PRODUCT_A + min(row0 + (i) * SIZE + 2 * lane, args.m - 2u);
+#define PLACE_A(i, _) if ((i) % 2 == 0) \
+        a_at[i] = AT(args.a, batch * PRODUCT_A + min(row0 + (i) * SIZE + 2 * lane, args.m - 2u));
 #elif defined SPREAD_SHUFFLE || defined SPREAD_BROADCAST
-#define PLACE_A(i, _) a_at[i] = batch * PRODUCT_A + min(row0 + (i) * SIZE + lane, args.m - 1u) * args.a_row;
+#define PLACE_A(i, _) a_at[i] = AT(args.a, batch * PRODUCT_A + min(row0 + (i) * SIZE + lane, args.m - 1u) * args.a_row);
 #else
-#define PLACE_A(i, _) a_at[i] = batch * PRODUCT_A + min(row0 + (i), args.m - 1u) * args.a_row;
+#define PLACE_A(i, _) a_at[i] = AT(args.a, batch * PRODUCT_A + min(row0 + (i), args.m - 1u) * args.a_row);
 #endif
 #if PAIR_B == 2
-#define PLACE_B(w, _) if ((w) % 2 == 0) b_at[w] = batch * PRODUCT_B + min(COLUMN(w), args.n - 2u);
+#define PLACE_B(w, _) if ((w) % 2 == 0) b_at[w] = AT(args.b, batch * PRODUCT_B + min(COLUMN(w), args.n - 2u));
 #else
-#define PLACE_B(w, _) b_at[w] = batch * PRODUCT_B + min(COLUMN(w), args.n - 1u) * args.b_col;
+#define PLACE_B(w, _) b_at[w] = AT(args.b, batch * PRODUCT_B + min(COLUMN(w), args.n - 1u) * args.b_col);
 #endif
 #define PLACE_C(w, _) c_at[w] = c_start + row0 * args.c_row + COLUMN(w) * args.c_col;
     EACH_A(PLACE_A, 0)
@@ -129,25 +148,25 @@ void main() {
 #define PUT_PAIR(value, to, first, second) { const vec2 two = value; to[first] = two.x; to[second] = two.y; }
 #if PAIR_A == 1
 #define LOAD_A(u, i) if ((u) % 2 == 0) \
-        PUT_PAIR(load_pair(args.a, a_at[i] + k + (u)), a, (i) * UNROLL_K + (u), (i) * UNROLL_K + (u) + 1)
+        PUT_PAIR(load_pair(a_at[i] + (bytes(k) + 4ul * (u))), a, (i) * UNROLL_K + (u), (i) * UNROLL_K + (u) + 1)
 #elif PAIR_A == 2
 #define LOAD_A(u, i) if ((i) % 2 == 0) \
-        PUT_PAIR(load_pair(args.a, a_at[i] + (k + (u)) * args.a_k), a, (i) * UNROLL_K + (u), ((i) + 1) * UNROLL_K + (u))
+        PUT_PAIR(load_pair(a_at[i] + bytes((k + (u)) * args.a_k)), a, (i) * UNROLL_K + (u), ((i) + 1) * UNROLL_K + (u))
 #else
 #define LOAD_A(u, i) { const float x = args.a.v[a_at[i] + INDEX(u) * args.a_k]; a[(i) * UNROLL_K + u] = VALID(u, x, -0.0); }
 #endif
 #if PAIR_B == 1
 #define LOAD_B(u, w) if ((u) % 2 == 0) \
-        PUT_PAIR(load_pair(args.b, b_at[w] + k + (u)), b, (w) * UNROLL_K + (u), (w) * UNROLL_K + (u) + 1)
+        PUT_PAIR(load_pair(b_at[w] + (bytes(k) + 4ul * (u))), b, (w) * UNROLL_K + (u), (w) * UNROLL_K + (u) + 1)
 #elif PAIR_B == 2
 #define LOAD_B(u, w) if ((w) % 2 == 0) \
-        PUT_PAIR(load_pair(args.b, b_at[w] + (k + (u)) * args.b_k), b, (w) * UNROLL_K + (u), ((w) + 1) * UNROLL_K + (u))
+        PUT_PAIR(load_pair(b_at[w] + bytes((k + (u)) * args.b_k)), b, (w) * UNROLL_K + (u), ((w) + 1) * UNROLL_K + (u))
 #else
 #define LOAD_B(u, w) { const float x = args.b.v[b_at[w] + INDEX(u) * args.b_k]; b[(w) * UNROLL_K + u] = VALID(u, x, 0.0); }
 #endif
 #define LOADS_A(i, _) EACH_K(LOAD_A, i)
 #define LOADS_B(w, _) EACH_K(LOAD_B, w)
-#if UNROLL_K == 1 || PAIR_A || PAIR_B
+#if UNROLL_K == 1 || PAIR_A
 #define INDEX(u) (k + (u))
 #define VALID(u, x, other) x
 #else
@@ -166,41 +185,81 @@ void main() {
 #define MULTIPLY(u, at) sums[at] = fma(spread[u], b[(at) % TN * UNROLL_K + u], sums[at]);
 #define MULTIPLY_COLUMN(w, r) EACH_K(MULTIPLY, (r) * TN + (w))
 #define MULTIPLY_ROW(r, _) EACH_K(TAKE, r) EACH_COLUMN(MULTIPLY_COLUMN, r)
+#if BLOCK
+// Sums and columns of B are more than there are registers. In blocks of columns B stays in them while all rows go by, and
+// what the next block and the next rows need is loaded one by one between the multiplications, which hide it.
+#define SLOT (PAIR_A == 2 ? 2 : 1)
+#define ROWS_OF_SLOT (SLOT * SIZE)
+#define PARTS (BLOCK * UNROLL_K)
+#define EVERY (TM > PARTS ? TM / PARTS : 1)
+#define AT_ONCE ((PARTS + TM - 1) / TM)
+#define LOAD_PART(block, part) LOAD_B((part) % UNROLL_K, (block) * BLOCK + (part) / UNROLL_K)
+#define LOAD_AHEAD(block, r) \
+        if (block == 0 && r % ROWS_OF_SLOT == ROWS_OF_SLOT / 2 && (r / ROWS_OF_SLOT + 1) * SLOT < A_LOADS) { \
+            LOADS_A((r / ROWS_OF_SLOT + 1) * SLOT, 0) \
+        } \
+        if (block + 1 < TN / BLOCK && r % EVERY == 0 && r / EVERY * AT_ONCE < PARTS) { \
+            [[unroll]] for (uint i = 0; i < AT_ONCE; ++i) { LOAD_PART(block + 1, r / EVERY * AT_ONCE + i) } \
+        }
+#endif
     uint touched = 0u;
 // Rows of an operand that lies across k are pages apart, where no hardware prefetches, and a lane's loads are too far apart
 // to overlap when they miss. So the cache lines of BATCH rows are touched together first, a lane a line, by TOUCH_A and
 // TOUCH_B loads: 1.6 times as fast for A stored [K, M] at 1,024.
 #define LINES(width) (((width) + 15u) / 16u)
-#define TOUCH(operand, start, first, size, width, step, part) { \
-        const uint k_touched = min(k_batch + lane / LINES(width) + (part) * (SIZE / LINES(width)), k_end - 1u); \
-        touched ^= floatBitsToUint(operand.v[start + k_touched * step + min(first + lane % LINES(width) * 16u, size - 1u)]); }
-#if TOUCH_A || TOUCH_B
-    for (uint k_batch = k_begin; k_batch < k_end; k_batch += BATCH) {
+#define FIRST_LINE(operand, start, first, size, width, step) \
+        AT(operand, start + lane / LINES(width) * step + min(first + lane % LINES(width) * 16u, size - 1u))
+#define TOUCH(first_line, width, step, loads) { \
+        const uint64_t stride = bytes(SIZE / LINES(width) * step); \
+        uint64_t line = first_line + bytes(k * step); \
+        [[dont_unroll]] for (uint part = 0; part < loads; part += 2) { \
+            touched ^= floatBitsToUint(F32(line).v[0]) ^ floatBitsToUint(F32(line + stride).v[0]); \
+            line += 2 * stride; \
+        } }
 #if TOUCH_A
-        for (uint part = 0; part < TOUCH_A; ++part)
-            TOUCH(args.a, batch * PRODUCT_A, row0, args.m, TM, args.a_k, part)
+    const uint64_t a_line = FIRST_LINE(args.a, batch * PRODUCT_A, row0, args.m, TM, args.a_k);
 #endif
 #if TOUCH_B
-        for (uint part = 0; part < TOUCH_B; ++part)
-            TOUCH(args.b, batch * PRODUCT_B, col0 - 2u * lane, args.n, TN * SIZE, args.b_k, part)
+    const uint64_t b_line = FIRST_LINE(args.b, batch * PRODUCT_B, col0 - 2u * lane, args.n, TN * SIZE, args.b_k);
 #endif
-    for (uint k = k_batch; k < min(k_batch + BATCH, k_end); k += UNROLL_K) {
-#else
     for (uint k = k_begin; k < k_end; k += UNROLL_K) {
+#if TOUCH_A || TOUCH_B
+        if (k % BATCH == 0u && k + BATCH <= k_end) {
+#if TOUCH_A
+            TOUCH(a_line, TM, args.a_k, TOUCH_A)
 #endif
-#if UNROLL_K > 1 && !PAIR_A && !PAIR_B
+#if TOUCH_B
+            TOUCH(b_line, TN * SIZE, args.b_k, TOUCH_B)
+#endif
+        }
+#endif
+#if UNROLL_K > 1 && !PAIR_A
         const uint last = k_end - 1u - k;
 #endif
+#if BLOCK && !PROLOGUE
+        LOADS_A(0, 0)
+        [[unroll]] for (uint part = 0; part < PARTS; ++part) { LOAD_PART(0, part) }
+#else
         EACH_A(LOADS_A, 0)
         EACH_COLUMN(LOADS_B, 0)
+#endif
 #if PROLOGUE
         EACH_K(PREPARE_K, 0)
 #endif
-        EACH_ROW(MULTIPLY_ROW, 0)
-    }
-#if TOUCH_A || TOUCH_B
-    }
+#if BLOCK
+        [[unroll]] for (uint block = 0; block < TN / BLOCK; ++block) {
+            [[unroll]] for (uint r = 0; r < TM; ++r) {
+#if !PROLOGUE
+                LOAD_AHEAD(block, r)
 #endif
+                EACH_K(TAKE, r)
+                [[unroll]] for (uint w = 0; w < BLOCK; ++w) { EACH_K(MULTIPLY, r * TN + block * BLOCK + w) }
+            }
+        }
+#else
+        EACH_ROW(MULTIPLY_ROW, 0)
+#endif
+    }
     if (touched == 1u && args.flags == 0xFFFFFFFFu) return; // never; without it the loads would be left out
 
 #if SPLIT > 1

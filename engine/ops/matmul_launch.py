@@ -53,6 +53,8 @@ PLAIN = Pairs()
 ALL_PAIRS = tuple(Pairs(a, b) for a in (ALONG_K, ACROSS) for b in (ALONG_K, ACROSS))
 PAIRS_SUBGROUP = 8  # lavapipe's with 256-bit vectors: what pair kernels are compiled ahead of time for
 _BATCH = 64  # rows that are fetched together, of operands that lie across k: 24 KiB of a 32 x 64 tile, within L1
+_GROUP = 8  # rows of tiles that are walked together: of 32 x 1,024 elements of A each, 1 MiB
+_BLOCK = 4  # columns of B of a round that stay in registers: times 4 values of k, half of AVX-512's
 _PAIRS_PAY = 2**17  # multiply-adds from which a kernel more is worth compiling
 
 
@@ -118,6 +120,8 @@ def matmul_kernel(
         "A_LOADS": a_loads,
         "PAIR_A": pairs.a,
         "PAIR_B": pairs.b,
+        "GROUP": _GROUP if variant.spread == "shuffle" else 0,
+        "BLOCK": min(variant.tn, _BLOCK) if variant.spread == "shuffle" else 0,
         "BATCH": _BATCH,
         "TOUCH_A": _touches(variant.tm) if pairs.a == ACROSS else 0,
         "TOUCH_B": _touches(variant.tn * subgroup_size) if pairs.b == ACROSS else 0,
