@@ -155,10 +155,11 @@ def make(op: str, *args: Expr | float) -> Expr:
 
 def variable(name: str) -> Expr:
     """A named input. Raises ValueError for a name that GLSL would not take, or one of RESERVED_NAMES."""
-    return _node("variable", (), _checked(name), 0.0)
+    return _node("variable", (), checked_name(name), 0.0)
 
 
-def _checked(name: str) -> str:
+def checked_name(name: str) -> str:
+    """The name. Raises ValueError for one that cannot be that of a variable."""
     plain = isinstance(name, str) and name.isidentifier() and name.isascii() and "__" not in name
     if not plain or name.startswith("gl_") or name in RESERVED_NAMES:
         raise ValueError(
@@ -174,7 +175,7 @@ def whole(what: str | int) -> Expr:
     Raises ValueError for what is no whole number, or does not fit.
     """
     if isinstance(what, str):
-        return _node("whole", (), _checked(what), 0.0)
+        return _node("whole", (), checked_name(what), 0.0)
     if not isinstance(what, (int, np.integer)) or isinstance(what, bool):
         raise ValueError(
             f"{what!r} is no whole number: give an int, or the name of one; a probability p is a threshold "

@@ -16,12 +16,12 @@ as (0 + 1) + (2 + 3) first. It is a function of the columns and the subgroup siz
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
-from .expr import Expr, constant, equal, exp, variable, where
+from .expr import RANDOM, Expr, checked_name, constant, equal, exp, variable, where
 from .expr_numpy import evaluate
 from .expr_walk import named, topological
 from .step_parameters import StepParameters
@@ -35,16 +35,18 @@ INPUT_KINDS = {
     "step": "a field of the step parameters",
 }
 OWN_NAMES = ("cols", "num_cols", "column")  # variable cols; wholes num_cols and column, the element's place in the row
+SCALAR_KINDS = ("float", "int", "uint")
+_STEP_FIELDS = tuple(each.name for each in fields(StepParameters) if each.name not in ("seed", "step"))
 
 
 @dataclass(frozen=True)
 class State:
     """One number that a walk keeps.
 
-    merge: "sum" (starts at 0) or "max" (starts at -inf). contribution: what an element brings, an expression of the
-    inputs, earlier results, and states named before in this walk, as they are with this element in them. aligned: for a
-    sum whose contributions depend on such a state: its value so far (under its own name) brought from `old_` + state
-    to the new state.
+    merge: "sum" (starts at 0) or "max" (starts at -inf; NaN where any contribution is NaN). contribution: what an
+    element brings, an expression of the inputs, earlier results, and states named before in this walk, as they are with
+    this element in them. aligned: for a sum whose contributions depend on such a state: its value so far (under its own
+    name) brought from `old_` + state to the new state.
     """
 
     name: str
@@ -70,10 +72,11 @@ class FoldSpec:
 
     inputs: name -> one of INPUT_KINDS. elements: outputs [..., cols]; one called like an input is written in its place.
     values: outputs [...], one a row. picks: name -> (row input, whole): the element at that place, or the last one
-    where there is no such. skip: rows for which it holds are not walked over, all their outputs are 0. scalars: as for
-    MapKernel. Expressions also know the variable `cols` and the wholes `num_cols` and `column`.
+    where there is no such. skip: rows for which it holds are not walked over, all their outputs are 0. scalars: numbers
+    of a call, "float eps, int last". Expressions also know the variable `cols` and the wholes `num_cols` and `column`.
 
-    Raises ValueError for an expression of something that is not known where it stands.
+    A name stands for one thing: one input, scalar, pick, state or result. Outputs may be called like picks, states and
+    results. Raises ValueError for other names, and for an expression of something that is not known where it stands.
     """
 
     name: str
@@ -86,25 +89,22 @@ class FoldSpec:
     scalars: str = ""
 
     def __post_init__(self) -> None:
-        for name, kind in self.inputs.items():
-            if kind not in INPUT_KINDS:
-                raise ValueError(f"fold {self.name!r}: input {name} is {kind!r}, not one of {', '.join(INPUT_KINDS)}")
+        self._check_inputs()
+        self._check_names()
         of_row = {"cols", "num_cols", *self.scalar_kinds, *self.of_kind("value", "whole", "step")}
         of_element = {"column", *self.of_kind("row", "column")}
         for name, (source, index) in self.picks.items():
-            self._check(name, index, of_row)
+            self._check(name, index, of_row, kind="u")
             if source not in self.of_kind("row"):
-                raise ValueError(f"fold {self.name!r}: {name} is picked from {source!r}, which is no row input")
+                self._refuse(f"{name} is picked from {source!r}, which is no row input")
         of_row |= set(self.picks)
         if self.skip is not None:
-            self._check("skip", self.skip, of_row)
+            self._check("skip", self.skip, of_row, kind="b")
         for walk in self.walks:
             before: set[str] = set()
             for state in walk.states:
                 if state.merge not in ("sum", "max") or (state.merge == "max" and state.aligned is not None):
-                    raise ValueError(
-                        f"fold {self.name!r}: state {state.name} is a sum, or a max that needs no aligning"
-                    )
+                    self._refuse(f'state {state.name} is {state.merge!r}: it is a "sum", or a "max" without `aligned`')
                 known = of_row | of_element | (set() if state.aligned is None else before)
                 self._check(state.name, state.contribution, known)
                 if state.aligned is not None:
@@ -119,14 +119,60 @@ class FoldSpec:
             self._check(name, value, of_row)
         for name, element in self.elements.items():
             self._check(name, element, of_row | of_element)
+        if not (self.elements or self.values):
+            self._refuse("it has no output: name some in `elements` (of the row's shape) or `values` (one a row)")
 
-    def _check(self, what: str, root: Expr, known: set[str]) -> None:
-        unknown = [name for op in ("variable", "whole") for name in named([root], op) if name not in known]
-        if unknown or any(node.op in ("random_below", "uniform") for node in topological([root])):
-            raise ValueError(
-                f"fold {self.name!r}: {what} depends on {', '.join(unknown) or 'random numbers'}; known there are "
-                f"{', '.join(sorted(known))}"
-            )
+    def _refuse(self, what: str) -> None:
+        raise ValueError(f"fold {self.name!r}: {what}")
+
+    def _check_inputs(self) -> None:
+        for name, kind in self.inputs.items():
+            if kind not in INPUT_KINDS:
+                self._refuse(f"input {name} is {kind!r}, not one of {', '.join(INPUT_KINDS)}")
+            if kind == "step" and name not in _STEP_FIELDS:
+                self._refuse(f"{name} is no step parameter: those are {', '.join(_STEP_FIELDS)}")
+        if not self.of_kind("row"):
+            self._refuse('it has no row input to fold over: call one of the inputs a "row"; engine.map needs none')
+        for part in self.scalars.split(",") if self.scalars.strip() else ():
+            if len(part.split()) != 2 or part.split()[0] not in SCALAR_KINDS:
+                self._refuse(f"scalar {part.strip()!r} is not a type ({', '.join(SCALAR_KINDS)}) and a name")
+
+    def _check_names(self) -> None:
+        states = [state for walk in self.walks for state in walk.states]
+        things = [(name, f"{kind} input") for name, kind in self.inputs.items()]
+        things += [(part.split()[1], "scalar") for part in self.scalars.split(",") if part.strip()]
+        outputs = list(things)
+        things += [(name, "pick") for name in self.picks] + [(state.name, "state") for state in states]
+        things += [(name, "result") for walk in self.walks for name in walk.results]
+        things += [
+            (f"old_{state.name}", f"max state {state.name}'s value before") for state in states if _is_max(state)
+        ]
+        in_place = [name for name in self.elements if self.inputs.get(name) == "row"]
+        outputs += [(name, "element output") for name in self.elements if name not in in_place]
+        outputs += [(name, "value output") for name in self.values]
+        for each in (things, outputs):
+            taken: dict[str, str] = {}
+            for name, what in each:
+                if name in OWN_NAMES and each is things:
+                    self._refuse(f"{what} {name!r} is called like one of {', '.join(OWN_NAMES)}: rename it")
+                if checked_name(name).startswith("_"):
+                    self._refuse(f"{what} {name!r} begins with an underscore: those names are the kernel's own")
+                if name in taken:
+                    self._refuse(f"{name!r} is the name of two things, {taken[name]} and {what}: rename one of them")
+                taken[name] = what
+
+    def _check(self, what: str, root: Expr, known: set[str], kind: str = "f") -> None:
+        if not isinstance(root, Expr) or root.kind != kind:
+            needed = {"f": "a float", "b": "a condition", "u": "a whole number"}[kind]
+            self._refuse(f"{what} is {root!r}, needed is {needed}: an expression (engine/expr.py)")
+        floats, wholes = named([root]), named([root], "whole")
+        for name in (*(known & self.wholes).intersection(floats), *(known - self.wholes).intersection(wholes)):
+            is_, as_ = ("whole number", "whole") if name in self.wholes else ("float", "variable")
+            self._refuse(f"{what} takes {name} for something else: it is a {is_}, {as_}({name!r})")
+        unknown = [name for name in (*floats, *wholes) if name not in known]
+        if unknown or any(node.op in RANDOM for node in topological([root])):
+            wrong, right = ", ".join(unknown) or "random numbers", ", ".join(sorted(known))
+            self._refuse(f"{what} depends on {wrong}; known there are {right}")
 
     def of_kind(self, *kinds: str) -> list[str]:
         """Names of the inputs of these kinds, in order."""
@@ -140,8 +186,14 @@ class FoldSpec:
     @property
     def scalar_kinds(self) -> dict[str, str]:
         """Type of each scalar by name."""
-        words = [part.split() for part in self.scalars.split(",") if part]
+        words = [part.split() for part in self.scalars.split(",") if part.strip()]
         return {name: kind for kind, name in words}
+
+    @property
+    def wholes(self) -> set[str]:
+        """Names of the whole numbers."""
+        ints = [name for name, kind in self.scalar_kinds.items() if kind != "float"]
+        return {*self.of_kind("whole"), "num_cols", "column", *ints}
 
     @property
     def num_loops(self) -> int:
@@ -189,6 +241,10 @@ class FoldSpec:
         """1 where a row is skipped, else 0."""
         assert self.skip is not None
         return where(self.skip, 1.0, 0.0)
+
+
+def _is_max(state: State) -> bool:
+    return state.merge == "max"
 
 
 def value_of_whole(index: Expr, held: Mapping[str, Any]) -> Any:

@@ -64,8 +64,7 @@ class _Writer:
         for name, kind in spec.scalar_kinds.items():
             self.of_row[name] = f"uint(args.p_{name})" if kind == "int" else f"args.p_{name}"
         self.of_row |= {"cols": "float(cols)", "num_cols": "cols"}
-        self.wholes = {*spec.of_kind("whole"), "num_cols", "column"}
-        self.wholes |= {name for name, kind in spec.scalar_kinds.items() if kind != "float"}
+        self.wholes = spec.wholes
 
     def rows(self) -> str:
         """What is known of a row before it is walked over."""
@@ -97,6 +96,7 @@ class _Writer:
             else f"float s_{s.name} = {'0.0' if s.merge == 'sum' else 'NEGATIVE_INFINITY'};"
             for s in walk.states
         ]  # fmt: skip
+        lines += [f"bool nan_{s.name} = false;" for s in walk.states if s.merge == "max"]
         body = self._loads(state.contribution for state in walk.states)
         new: dict[str, str] = {}
         for state in walk.states:
@@ -108,14 +108,15 @@ class _Writer:
             if state.merge == "max":
                 block = f"max(max(c_{state.name}.x, c_{state.name}.y), max(c_{state.name}.z, c_{state.name}.w))"
                 body.append(f"const float v_{state.name} = max(s_{state.name}, {block});")
+                body.append(f"nan_{state.name} = nan_{state.name} || any(isnan(c_{state.name}));")
                 new |= {state.name: f"v_{state.name}", f"old_{state.name}": f"s_{state.name}"}
             else:
                 body.append(f"const float b_{state.name} = sum4(c_{state.name});")
                 names = {**new, state.name: f"s_{state.name}", "_block": f"b_{state.name}"}
                 body += self._float("", f"s_{state.name}", plus(state.aligned, variable("_block")), names)
         body += [f"s_{state.name} = v_{state.name};" for state in walk.states if state.merge == "max"]
-        sums = {f"n_{s.name}": plus(s.contribution, variable(f"sum_{s.name}")) for s in plain}
-        body += self._vector(sums, {f"sum_{s.name}": f"s_{s.name}" for s in plain}, ready=True)
+        sums = {f"n_{s.name}": plus(s.contribution, variable(f"_{s.name}")) for s in plain}
+        body += self._vector(sums, {f"_{s.name}": f"s_{s.name}" for s in plain}, ready=True)
         body += [f"s_{s.name} = inside4(n_{s.name}, s_{s.name}, c, cols);" for s in plain]
         lines += ["for (uint base = 0; base < cols; base += stride) {", "    const uint c = base + first;"]
         lines += [*(f"    {line}" for line in body), "}"]
@@ -123,7 +124,7 @@ class _Writer:
             if state in plain:
                 lines.append(f"const float v_{state.name} = subgroupAdd(sum4(s_{state.name}));")
             elif state.merge == "max":
-                lines.append(f"const float v_{state.name} = subgroupMax(s_{state.name});")
+                lines.append(f"const float v_{state.name} = max_or_nan(s_{state.name}, nan_{state.name});")
             else:
                 assert state.aligned is not None
                 lines += self._float("float", f"a_{state.name}", state.aligned, {**new, state.name: f"s_{state.name}"})

@@ -58,3 +58,9 @@ vec4 inside4(vec4 v, vec4 otherwise, uint c, uint cols) {
 }
 
 float sum4(vec4 v) { return (v.x + v.y) + (v.z + v.w); }
+
+// The largest of a subgroup's numbers, NaN where any lane has met one: what max() makes of a NaN, GLSL does not say.
+float max_or_nan(float largest_of_lane, bool met_nan) {
+    const float m = subgroupMax(largest_of_lane);
+    return subgroupAny(met_nan) ? uintBitsToFloat(0x7FC00000u) : m;
+}

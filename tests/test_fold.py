@@ -194,6 +194,75 @@ def test_misuse_of_the_verb_is_refused(cpu: CpuEngine) -> None:
         cpu.fold(CENTERED, x=x, w=good["w"], scale=good["scale"])
 
 
+def test_a_maximum_of_nan_is_nan(vulkan: VulkanEngine, cpu: CpuEngine) -> None:
+    """Wherever it stands in the row, alone or before and behind larger numbers; other rows keep their maximum."""
+    spec = FoldSpec("most", {"x": "row"}, [Walk([State("largest", "max", X * 1.0)])], values={"y": LARGEST})
+    for cols in (1, 3, 4, 37, 64, 515):
+        x = normal(2 * cols + 2, cols)
+        x[np.arange(cols), np.arange(cols)] = np.nan
+        x[np.arange(cols) + cols, np.arange(cols)[::-1]] = np.nan
+        x[cols : 2 * cols - 1, -1] = np.inf
+        x[-1] = -np.inf
+        for engine in (vulkan, cpu):
+            got = engine.fold(spec, x=engine.tensor(x))["y"].numpy()
+            assert np.isnan(got[:cols]).all() and not np.isnan(got[2 * cols :]).any()
+            assert np.array_equal(got, np.max(x, axis=1), equal_nan=True)
+
+
+def test_clashing_names_are_refused() -> None:
+    """A name stands for one thing, says where, and how to mend it."""
+
+    def spec(*states: State, inputs: Any = None, results: Any = None, **more: Any) -> FoldSpec:
+        outputs = {} if {"elements", "values"} & set(more) else {"values": {"out": constant(0.0)}}
+        return FoldSpec("k", inputs or {"x": "row"}, [Walk(states, results or {})], **outputs, **more)
+
+    total, most = State("s", "sum", X), State("m", "max", X)
+    for make, message in [
+        (lambda: spec(State("x", "sum", X)), "'x' is the name of two things, row input and state: rename one"),
+        (lambda: spec(total, State("s", "max", X)), "'s' is the name of two things, state and state"),
+        (lambda: spec(total, results={"s": X}), "'s' is the name of two things, state and result"),
+        (lambda: spec(State("cols", "sum", X)), "state 'cols' is called like one of cols, num_cols, column: rename"),
+        (lambda: spec(State("index", "sum", X)), "'index' cannot name"),
+        (lambda: spec(State("_s", "sum", X)), "'_s' begins with an underscore"),
+        (lambda: spec(most, State("old_m", "sum", X)), "'old_m' is the name of two things, state and max state m's"),
+        (lambda: spec(most, inputs={"x": "row", "old_m": "value"}), "'old_m' is the name of two things"),
+        (lambda: spec(total, picks={"s": ("x", whole(0))}), "'s' is the name of two things, pick and state"),
+        (lambda: spec(total, scalars="float s"), "'s' is the name of two things, scalar and state"),
+        (lambda: spec(scalars="float x"), "'x' is the name of two things, row input and scalar"),
+        (lambda: spec(scalars="double k"), r"scalar 'double k' is not a type \(float, int, uint\) and a name"),
+        (lambda: spec(scalars="float k, j"), "scalar 'j' is not a type"),
+        (lambda: spec(elements={"o": X}, values={"o": constant(1.0)}), "element output and value output"),
+        (lambda: spec(inputs={"x": "row", "v": "value"}, values={"v": SCALE}), "value input and value output"),
+        (lambda: spec(inputs={"x": "row", "w": "column"}, elements={"w": X}), "column input and element output"),
+        (lambda: spec(inputs={"x": "row", "rate": "step"}), "rate is no step parameter: those are micro_batch, learn"),
+        (lambda: spec(inputs={"v": "value"}), "no row input to fold over"),
+        (lambda: spec(inputs={"x": "row", "n": "whole"}, values={"o": W + variables("n")[0]}), r"number, whole\('n'\)"),
+        (lambda: spec(elements={"o": where(same(whole("x"), 1), X, X)}), r"it is a float, variable\('x'\)"),
+        (lambda: spec(values={}, elements={}), "it has no output"),
+        (lambda: spec(elements={"o": equal(X, 0.0)}), "o is eq.*, needed is a float"),
+        (lambda: spec(elements={"o": 1.0}), "o is 1.0, needed is a float"),
+        (lambda: spec(skip=constant(1.0)), "skip is 1.0, needed is a condition"),
+        (lambda: spec(picks={"p": ("x", constant(0.0))}), "p is 0.0, needed is a whole number"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_names_that_look_like_the_kernels_own(vulkan: VulkanEngine) -> None:
+    """Words of GLSL and of the kernel, outputs called like states."""
+    lane, row, sum_row = variables("lane row sum_row")
+    inputs = {"lane": "row", "sum_row": "row", "float": "value"}
+    walk = Walk([State("row", "sum", lane + sum_row), State("c", "max", lane)], {"base": row + variables("float")[0]})
+    spec = FoldSpec(
+        "words", inputs, [walk], values={"row": row, "out": variables("base")[0]}, elements={"c": lane - 1.0}
+    )
+    x, y = normal(3, 10), normal(3, 10, seed=1)
+    made = vulkan.fold(spec, lane=vulkan.tensor(x), sum_row=vulkan.tensor(y), **{"float": vulkan.tensor(np.ones(3))})
+    assert np.allclose(made["row"].numpy(), (x + y).sum(axis=1), rtol=1e-5, atol=1e-5)
+    assert np.array_equal(made["out"].numpy(), made["row"].numpy() + 1)
+    assert np.array_equal(made["c"].numpy(), x - np.float32(1))
+
+
 def test_unknown_names_are_refused() -> None:
     """Each expression may use what is known where it stands."""
 
@@ -205,7 +274,7 @@ def test_unknown_names_are_refused() -> None:
         (lambda: spec(elements={"y": W}), "y depends on w; known there are .*, x"),
         (lambda: spec(values={"v": X}), "v depends on x"),
         (lambda: spec(walks=[Walk([later, State("b", "max", X)])]), "a depends on b"),
-        (lambda: spec(walks=[Walk([State("a", "mean", X)])]), "is a sum, or a max"),
+        (lambda: spec(walks=[Walk([State("a", "mean", X)])]), "state a is 'mean': it is a"),
         (lambda: spec(elements={"y": X * uniform(1)}), "random numbers"),
         (lambda: spec(picks={"p": ("w", whole(0))}), "picked from 'w'"),
         (lambda: spec(skip=equal(X, 0.0)), "skip depends on x"),
