@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 
 import numpy as np
 
@@ -55,26 +56,6 @@ def glsl_statements(outputs: Mapping[str, Expr], kind: str, names: Mapping[str, 
     roots = expanded(outputs.values())
     lines, texts = _lines(roots, kind, names or {}, set(outputs) if len(outputs) > 1 else set())
     return "\n".join([*lines, *(f"{name} = {texts[root]};" for name, root in zip(outputs, roots, strict=True))])
-
-
-def glsl_function(name: str, root: Expr, parameters: Sequence[str]) -> str:
-    """A function of these variables for each of KINDS.
-
-    Raises ValueError when the expression has another variable, or random numbers, which depend on more.
-    """
-    (whole,) = expanded([root])
-    used = {node.name for node in topological([whole]) if node.name}
-    if any(node.op in RANDOM for node in topological([whole])):
-        raise ValueError(f"{name}: random numbers need the element's index: use glsl_statements")
-    if used - set(parameters):
-        raise ValueError(f"{name}: no parameter for {', '.join(sorted(used - set(parameters)))}")
-    parts = []
-    for kind in KINDS:
-        lines, texts = _lines([whole], kind, {}, set())
-        taken = ", ".join(f"{kind} {parameter}" for parameter in parameters)
-        body = "".join(f"    {line}\n" for line in [*lines, f"return {texts[whole]};"])
-        parts.append(f"{kind} {name}({taken}) {{\n{body}}}\n")
-    return "".join(parts)
 
 
 def _lines(
@@ -171,9 +152,11 @@ def glsl_branches(name: str, root: Expr, names: Mapping[str, str]) -> str:
     """
     lines: list[str] = []
     held: dict[Expr, Expr] = {}  # choice -> the variable that has it
+    taken = {node.name for node in topological([root])}
     for node in topological([root]):
         if node.op == "where" and all(leaf.kind == "u" for leaf in topological([node.args[0]]) if not leaf.args):
-            chosen = f"chosen{len(held)}"
+            chosen = next(free for i in count(len(held)) if (free := f"chosen{i}") not in taken)
+            taken.add(chosen)
             before, texts = _lines([node.args[0]], "float", names, set())
             one, other = (glsl_statements({chosen: arm}, "float", names) for arm in substitute(node.args[1:], held))
             lines += [*before, f"float {chosen};", f"if ({texts[node.args[0]]}) {{\n{one}\n}} else {{\n{other}\n}}"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vkfold.engine import expr as e
 from vkfold.engine.expr_derivative import derivative, pullback
-from vkfold.engine.expr_glsl import KINDS, glsl_function, glsl_statements
+from vkfold.engine.expr_glsl import KINDS, glsl_branches, glsl_statements
 from vkfold.engine.expr_numpy import evaluate
 from vkfold.engine.expr_simplify import simplify
 from vkfold.engine.expr_walk import expanded, substitute, topological
@@ -323,10 +323,27 @@ def test_text() -> None:
     assert swap.index("(a * b)") < swap.index("a = t0") and "const vec4 t0 = (b + vec4(1.0));" in swap
     plain_swap = glsl_statements({"a": B, "b": A}, "float").splitlines()
     assert plain_swap == ["const float t0 = b;", "const float t1 = a;", "a = t0;", "b = t1;"]
-    both = glsl_function("f", e.tanh(A), ("a",))
-    assert [line.split("(")[0] for line in both.splitlines() if line.endswith("{")] == [f"{kind} f" for kind in KINDS]
-    assert both.count("exp_or_zero") == 2 and not re.search(r"\btanh\(", both)
+    for kind in KINDS:
+        text = glsl_statements({"y": e.tanh(A)}, kind)
+        assert text.count("exp_or_zero") == 1 and not re.search(r"\btanh\(", text)
     assert glsl_statements({"y": A * e.constant(np.inf)}, "float") == "y = (a * uintBitsToFloat(0x7F800000u));"
+
+
+def test_choices_of_a_whole_dispatch_are_branches() -> None:
+    """What is not chosen is neither loaded nor computed; a choice by the elements stays where it is."""
+    some, chosen = e.whole("some"), e.variable("chosen0")
+    value = e.where(e.same(some, 1), A + B, A)
+    root = e.where(e.below(some, 2) & e.same(some, some), e.where(value < 0.0, chosen, value), e.exp(value))
+    expected = """
+        float chosen1;
+        if ((args.some == 1u)) { chosen1 = (a + args.b.v[i]); } else { chosen1 = a; }
+        float chosen2;
+        if (((args.some < 2u) && (args.some == args.some))) { chosen2 = mix(chosen1, chosen0, (chosen1 < 0.0)); }
+        else { chosen2 = exp_full(chosen1); }
+        y = chosen2;
+    """
+    names = {"b": "args.b.v[i]", "some": "args.some"}
+    assert glsl_branches("y", root, names).split() == expected.split()
 
 
 def test_two_outputs_in_place(vulkan: VulkanEngine) -> None:
@@ -393,8 +410,6 @@ def test_misuse_is_refused() -> None:
         e.cast(A, "int8")
     with pytest.raises(ValueError, match="no value for variable 'b'"):
         evaluate([A + B], a=np.zeros(2))
-    with pytest.raises(ValueError, match="no parameter for b"):
-        glsl_function("f", A + B, ("a",))
     with pytest.raises(ValueError, match="no variable"):
         derivative(A, e.constant(1.0))
     for name in ("a b", "index", "gl_x", "a__b", "2a"):
@@ -420,7 +435,5 @@ def test_misuse_is_refused() -> None:
         e.make("add", e.whole("n"), A)
     with pytest.raises(ValueError, match="step="):
         evaluate([e.uniform(1) * A], a=np.zeros(2))
-    with pytest.raises(ValueError, match="element's index"):
-        glsl_function("f", e.uniform(1) * A, ("a",))
     with pytest.raises(ValueError, match="different kinds"):
         substitute([A + B], {A: A < B})

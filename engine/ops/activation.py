@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ..expr import Expr, clamp, fma, logistic, variables, where
 from ..expr_derivative import derivative
-from ..expr_numpy import evaluate
 from ..kernel import Kernel
 from ..map_kernel import MapKernel
 from ..op import register
@@ -57,11 +56,6 @@ def clamped(x: Expr, kind: str) -> Expr:
     """x within the range outside of which the logistic function of the activation is exactly 0 or 1."""
     limit = 30.0 if kind == "gelu" else 200.0
     return clamp(x, -limit, limit)
-
-
-def activation_reference(x: Any, kind: str) -> Any:
-    """The activation of an array."""
-    return evaluate([activation_of(_X, kind)], x=x)[0]
 
 
 class ActivationOp(MapOp):
