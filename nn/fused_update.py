@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..engine.tensor import Tensor
 from .optimizers import Optimizer
 from .parameter import Parameter
+
+OVERFLOWS = "gradient norm overflows: "  # and the parameter's name, in StepResult.non_finite
+
+
+def non_finite_gradient(squares: Iterable[tuple[str, Any]]) -> str | None:
+    """From names and sums of squares (`engine.gradient_norm`): the first parameter whose gradient is not finite, else
+    OVERFLOWS and the first whose gradient is, its norm not; None for neither."""
+    bad = {name: square for name, square in squares if not np.isfinite(square)}
+    infinite = next((name for name, square in bad.items() if not np.isneginf(square)), None)
+    return infinite or next((OVERFLOWS + name for name in bad), None)
 
 
 class FusedReport(NamedTuple):
@@ -29,14 +40,13 @@ class FusedReport(NamedTuple):
     def norm(self) -> float:
         """The global norm of all gradients, added up in float32 in the order of the parameters, as the device does."""
         with np.errstate(all="ignore"):
-            return float(np.sqrt(np.cumsum(np.array(list(self.squares.values()), np.float32), dtype=np.float32)[-1]))
+            squares = np.abs(np.array(list(self.squares.values()), np.float32))
+            return float(np.sqrt(np.cumsum(squares, dtype=np.float32)[-1]))
 
     @property
     def non_finite(self) -> str | None:
-        """ "loss", the first parameter whose gradient is not finite, or None."""
-        if not np.isfinite(self.loss):
-            return "loss"
-        return next((name for name, square in self.squares.items() if not np.isfinite(square)), None)
+        """ "loss", what `non_finite_gradient` says, or None."""
+        return "loss" if not np.isfinite(self.loss) else non_finite_gradient(self.squares.items())
 
     @property
     def any_updated(self) -> bool:

@@ -16,7 +16,7 @@ from ..engine.input_checks import described
 from ..engine.setting_checks import is_number, is_whole
 from ..engine.step_parameters import StepParameters
 from ..engine.tensor import Tensor
-from .fused_update import FusedReport, FusedUpdate
+from .fused_update import FusedReport, FusedUpdate, non_finite_gradient
 from .hyperparameters import check_not_negative, check_whole
 from .losses import IGNORE_INDEX
 from .optimizers import Optimizer
@@ -54,8 +54,9 @@ class StepResult:
 
     updated: whether any weight changed. With fused updates that can be so although a gradient is not finite: training
     must then stop, and go on from an earlier save. non_finite: name of the first tensor that is not finite ("loss", or
-    a parameter whose gradient it is), None when all are. replayed: whether a captured step was submitted again, which
-    changes no value.
+    a parameter whose gradient it is); with finite gradients whose squares are beyond float32 (a norm above 1.8e19)
+    "gradient norm overflows: " and the parameter; None when all are. replayed: whether a captured step was submitted
+    again, which changes no value.
     """
 
     loss: float
@@ -336,7 +337,7 @@ class TrainingStep:
         culprit = None
         if not finite:
             self.optimizer.take_back()
-            culprit = next((name for name, square in zip(names, sums(), strict=True) if not np.isfinite(square)), "")
+            culprit = non_finite_gradient(zip(names, sums(), strict=True))
             if not math.isfinite(loss):
                 culprit = "loss"
             culprit = culprit or "global gradient norm"

@@ -7,7 +7,7 @@ void main() {
     float loss = 0.0;
     if (args.has_loss != 0) loss = args.loss.v[0];
     const bool all_finite = finite(total) && finite(loss);
-    const float norm = finite(total) ? sqrt(total) : total;
+    const float norm = finite(total) ? sqrt(total) : abs(total);
     float clip = 1.0;
     if (args.max_norm > 0.0) clip = min(1.0, args.max_norm / (norm + args.eps));
     args.state.v[0] = all_finite ? clip : 0.0;

@@ -14,5 +14,11 @@ void main() {
     for (uint part = gl_SubgroupInvocationID; part < parts; part += gl_SubgroupSize)
         sum += args.partials.v[first + part];
     sum = subgroupAdd(sum);
+    if (isinf(sum)) {  // -inf, as of a part, where no element is infinite
+        bool infinite = false;
+        for (uint part = gl_SubgroupInvocationID; part < parts; part += gl_SubgroupSize)
+            infinite = (isinf(args.partials.v[first + part]) && args.partials.v[first + part] > 0.0) || infinite;
+        sum = subgroupAny(infinite) ? abs(sum) : -abs(sum);
+    }
     if (subgroupElect()) args.sums.v[tensor] = sum;
 }

@@ -1,4 +1,4 @@
-// Each subgroup sums the squares of one chunk of a flat array.
+// Each subgroup sums the squares of one chunk of a flat array; -inf where only the sum is beyond float32.
 #include "rows.glsl"
 
 void main() {
@@ -11,6 +11,12 @@ void main() {
         const vec4 x = load4(args.x, begin, base + first, count);
         sums = fma(x, x, sums);
     }
-    const float total = subgroupAdd(sum4(sums));
+    float total = subgroupAdd(sum4(sums));
+    if (isinf(total)) {
+        bool infinite = false;
+        for (uint base = 0; base < count; base += stride)
+            infinite = any(isinf(load4(args.x, begin, base + first, count))) || infinite;
+        if (!subgroupAny(infinite)) total = -total;
+    }
     if (subgroupElect()) args.y.v[part] = total;
 }

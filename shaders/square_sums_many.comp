@@ -24,6 +24,12 @@ void main() {
         const vec4 x = vec4(at(source, i, end), at(source, i + 1, end), at(source, i + 2, end), at(source, i + 3, end));
         sums = fma(x, x, sums);
     }
-    const float total = subgroupAdd((sums.x + sums.y) + (sums.z + sums.w));
+    float total = subgroupAdd((sums.x + sums.y) + (sums.z + sums.w));
+    if (isinf(total)) {
+        bool infinite = false;
+        for (uint i = begin + gl_SubgroupInvocationID; i < end; i += gl_SubgroupSize)
+            infinite = isinf(source.v[i]) || infinite;
+        if (!subgroupAny(infinite)) total = -total;
+    }
     if (subgroupElect()) args.y.v[part] = total;
 }

@@ -162,6 +162,15 @@ def test_a_gradient_that_is_not_finite_is_not_applied_and_named(engine: ComputeE
         assert np.all(np.isfinite(value)) and (not name.endswith(bad) or not value.any()), name
 
 
+def test_a_finite_gradient_whose_norm_is_not_is_called_so(engine: ComputeEngine) -> None:
+    model = GPTModel(engine, UNTIED, seed=1)
+    step = TrainingStep(model, AdamW(model), fused_update=True)
+    spoiled(model, "head", 1e25)
+    result = step([batch(0)], step=0, learning_rate=1e-2)
+    assert (result.updated, result.grad_norm) == (True, np.inf)
+    assert result.non_finite == "gradient norm overflows: head"
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 def test_refuses(cpu: CpuEngine) -> None:
     model = GPTModel(cpu, UNTIED)

@@ -108,6 +108,29 @@ def test_a_value_that_is_not_finite_is_found(engine: ComputeEngine, bad: float, 
     assert list(engine.gradient_norm(good, engine.tensor(np.array([3.0])))[1].numpy()[[0, 1, 3]]) == [1, 1, 3]
 
 
+@pytest.mark.parametrize("sizes", [(9000,), (100_003,), (7, 9000, 3), (2, 100_003, 1)])
+def test_squares_beyond_float32_are_told_from_infinite_values(engine: ComputeEngine, sizes: tuple[int, ...]) -> None:
+    """One element whose square overflows, or many whose sum does: -inf; with an infinite or NaN one beside: not."""
+    which = len(sizes) // 2
+
+    def sum_of(*values: float, rest: float = 1.0) -> tuple[float, np.ndarray]:
+        grads = [np.ones(n, np.float32) for n in sizes]
+        grads[which][:] = rest
+        grads[which][[8500, 5, 4000][: len(values)]] = values
+        sums, state = engine.gradient_norm([engine.tensor(g) for g in grads], max_norm=1.0)
+        others = np.delete(sums.numpy(), which)
+        assert np.array_equal(others, np.delete(sizes, which))
+        return sums.numpy()[which], state.numpy()
+
+    for values, rest in (((1e25,), 1.0), ((-3e38, 1e20), 1.0), ((), 1e18), ((1e30,), 1.8e19)):
+        square, state = sum_of(*values, rest=rest)
+        assert square == -np.inf and list(state[:2]) == [0, 0] and state[2] == np.inf, (values, rest)
+    for bad in (np.inf, -np.inf, np.nan):
+        assert sum_of(bad)[0] != -np.inf and sum_of(1e25, bad)[0] != -np.inf and sum_of(bad, 1e25, 1e25)[0] != -np.inf
+    square, state = sum_of(1e18, -1e18)
+    assert square == pytest.approx(2e36, rel=1e-6) and state[1] == 1
+
+
 def test_a_tensor_sums_to_the_same_bits_whatever_comes_with_it(vulkan: VulkanEngine) -> None:
     rng = np.random.default_rng(2)
     arrays = [rng.standard_normal(n).astype(np.float32) for n in (50_000, 100, 9_001)]

@@ -151,6 +151,27 @@ def test_names_the_first_gradient_that_is_not_finite(cpu: CpuEngine) -> None:
     assert optimizer.num_updates == 0
 
 
+@pytest.mark.parametrize(("value", "named"), [(1e25, "gradient norm overflows: {}"), (np.inf, "{}")])
+def test_a_finite_gradient_whose_norm_is_not_is_called_so(vulkan: VulkanEngine, value: float, named: str) -> None:
+    """A gradient that is infinite is named before it."""
+    engine = vulkan
+    model = GPTModel(engine, CONFIG)
+    gradients = {"blocks.0.attention.out.weight": 1e25, "final_norm.weight": value}
+    before = model.state_dict()
+
+    def spoil(phase: str, micro_batch: int) -> None:
+        if phase == "backward":
+            for name, size in gradients.items():
+                gradient = model.named_parameters()[name].grad
+                assert gradient is not None
+                engine.upload(gradient, np.full(gradient.shape, size))
+
+    result = TrainingStep(model, AdamW(model), on_phase=spoil, max_norm=1.0)([data(0)], step=0, learning_rate=1.0)
+    name = "final_norm.weight" if value == np.inf else "blocks.0.attention.out.weight"
+    assert (result.updated, result.non_finite) == (False, named.format(name))
+    assert all(np.array_equal(array, before[key]) for key, array in model.state_dict().items())
+
+
 def test_resumed_run_equals_the_straight_one(vulkan: VulkanEngine) -> None:
     """CASES 12, at the level of model and optimizer: 5 steps, and 2 + 3 with a save between, dropout on."""
     pairs = [[data(n), data(n + 100)] for n in range(5)]

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..engine.compute_engine import ComputeEngine
 from ..engine.errors import VkfoldError
+from ..nn.fused_update import OVERFLOWS
 from ..nn.gpt_model import GPTModel
 from ..nn.optimizers import Optimizer
 from ..nn.schedules import Schedule
@@ -126,8 +127,10 @@ class TrainingRun:
             self.timeline.start(self.model, self.optimizer, len(micro_batches))
         result = self._training_step(micro_batches, step=self.step, learning_rate=rate, while_running=self._load_ahead)
         if not result.finite:
-            whole = result.non_finite in ("loss", "global gradient norm")
-            what = result.non_finite if whole else f"gradient of {result.non_finite}"
+            name = result.non_finite or ""
+            what = name if name in ("loss", "global gradient norm") else f"gradient of {name}"
+            if name.startswith(OVERFLOWS):
+                what = f"norm of the gradient of {name.removeprefix(OVERFLOWS)}"
             value = result.loss if result.non_finite == "loss" else result.grad_norm
             if result.updated:
                 kept = (

@@ -87,8 +87,12 @@ class GradientNormOp(Op):
         return 2 * sum(grad.size for grad in grads)
 
     def reference(self, loss: Any, *grads: Any, max_norm: float) -> Sequence[Any]:
-        sums = np.array([np.sum(np.square(grad)) for grad in grads], dtype=grads[0].dtype)
-        norm = np.sqrt(np.cumsum(sums)[-1])
+        with np.errstate(over="ignore"):
+            sums = np.array([np.sum(np.square(grad)) for grad in grads], dtype=grads[0].dtype)
+            norm = np.sqrt(np.cumsum(sums)[-1])
+        for i, grad in enumerate(grads):
+            if np.isposinf(sums[i]) and np.isfinite(grad).all():
+                sums[i] = -np.inf
         last = loss[0] if loss is not None else norm.dtype.type(0)
         finite = bool(np.isfinite(norm) and np.isfinite(last))
         clip = min(1.0, max_norm / float(norm + NORM_EPS)) if max_norm > 0 else 1.0
@@ -137,11 +141,11 @@ def gradient_norm(
 ) -> tuple[Tensor, Tensor]:
     """(sums [n], state [4]) of n float32 gradients of any shapes; nothing is read back, optimizer ops read the state.
 
-    sums: sum of squares of each gradient; inf or NaN where an element is not finite (or beyond about 1e19, whose square
-    is not). state: [clip factor, 1 when all sums and the loss are finite else 0, global norm, loss or 0]. The clip
-    factor is min(1, max_norm / (norm + 1e-6)) (Pascanu et al. 2013), 1 with max_norm 0, and 0 when something is not
-    finite. Each tensor is summed in an order that depends on its size and the device's subgroup size alone, then the
-    sums in the order given.
+    sums: sum of squares of each gradient; inf or NaN where an element is not finite, -inf where all are and their sum
+    of squares is not (a norm above about 1.8e19): that gradient overflows. state: [clip factor, 1 when all sums and the
+    loss are finite else 0, global norm, loss or 0]. The clip factor is min(1, max_norm / (norm + 1e-6)) (Pascanu et al.
+    2013), 1 with max_norm 0, and 0 when something is not finite. Each tensor is summed in an order that depends on its
+    size and the device's subgroup size alone, then the sums in the order given.
 
     Raises ValueError for no gradient, another element type, a loss that is not [1], or a negative max_norm.
     """
