@@ -1,4 +1,4 @@
-"""One call of a block fold but for its tensors: what its dispatches, its choice of a variant and its name rest on."""
+"""One call of a block fold but for tensors and scalars: what its dispatches, its variant and its name rest on."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ class BlockSizes(NamedTuple):
 class BlockCall(NamedTuple):
     """A fold, its sizes and settings.
 
-    strides: elements from one row to the next, in the order of `strides_of`. scalars: values of the fold's, in order.
-    given: inputs that are there, of those that may be left out. suffix: what is added to the kernel's name.
+    strides: elements from one row to the next, in the order of `strides_of`. given: inputs that are there, of those
+    that may be left out. suffix: what is added to the kernel's name.
     """
 
     fold: BlockFold
     sizes: BlockSizes
     strides: tuple[int, ...]
-    scalars: tuple[float, ...] = ()
     given: tuple[str, ...] = ()
     causal: bool = False
     window: int = 0

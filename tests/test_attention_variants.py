@@ -76,7 +76,7 @@ def rows_of(engine: VulkanEngine, **call: Any) -> dict[str, int]:
     finally:
         engine.recorder.trace = None
     rows = {}
-    for name in names:
+    for name in filter(lambda name: name.startswith("attention_"), names):
         fold, _, rest = name.partition("_12_r")
         rows[fold] = int(rest.partition("_")[0])
     return rows

@@ -19,6 +19,7 @@ from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.expr import equal, exp, maximum, uniform, variable, variables, where
 from vkfold.engine.fold import State, Walk
 from vkfold.engine.ops import block_fold_dispatch, block_fold_launch
+from vkfold.engine.ops.block_fold_dispatch import plan_block_fold
 from vkfold.engine.variant_choice import forced_variant
 from vkfold.engine.vulkan_engine import VulkanEngine
 
@@ -238,7 +239,7 @@ def test_rolled_loops_have_the_same_bits(vulkan: VulkanEngine, monkeypatch: pyte
     for rolled in (False, True):
         with monkeypatch.context() as patch:
             tile = Tile(min(vulkan.recorder.subgroup_size, 8), 1, rolled)
-            patch.setattr(block_fold_launch, "_tile", lambda gpu, call, tile=tile: tile)
+            patch.setattr(block_fold_launch, "_plan", lambda gpu, call, tile=tile: plan_block_fold(gpu, call, tile))
             results.append(on(vulkan, SQUARED, {"q": q, "k": k, "v": v}))
     assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
 

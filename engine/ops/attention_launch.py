@@ -51,7 +51,15 @@ def _name_of(fold: BlockFold, score: Expr | None) -> str:
     return f"_{hashlib.sha256(block_fold_glsl(fold).encode()).hexdigest()[:8]}"
 
 
-def _call(fold: BlockFold, shape: AttentionShape, mask: Mask) -> BlockCall:
+@lru_cache(maxsize=256)
+def _call(
+    fold: BlockFold,
+    shape: AttentionShape,
+    score: Expr | None,
+    given: tuple[str, ...],
+    causal: bool,
+    window: int,
+) -> BlockCall:
     """A fold at these sizes, with this mask."""
     sizes = BlockSizes(
         shape.batch, shape.num_queries, shape.num_keys, shape.num_heads, shape.num_kv_heads, shape.head_dim
@@ -63,36 +71,33 @@ def _call(fold: BlockFold, shape: AttentionShape, mask: Mask) -> BlockCall:
             held_heads=sizes.streamed_heads,
             streamed_heads=sizes.held_heads,
         )
-    strides = {"q_row": shape.q_row, "kv_row": shape.kv_row, "o_row": shape.o_row}
-    optional = {"sinks": mask.sinks, "key_lengths": mask.lengths, "documents": mask.documents}
-    given = [name for name, t in optional.items() if t is not None and (name != "sinks" or name in fold.absent)]
-    return BlockCall(
-        fold,
-        sizes,
-        tuple(strides[name] for name in strides_of(fold)),
-        (mask.scale,),
-        tuple(given),
-        mask.causal,
-        mask.window,
-        _name_of(fold, mask.score),
-    )
+    by_name = {"q_row": shape.q_row, "kv_row": shape.kv_row, "o_row": shape.o_row}
+    strides = tuple(by_name[name] for name in strides_of(fold))
+    there = tuple(name for name in fold.optional_inputs if name in given)
+    return BlockCall(fold, sizes, strides, there, causal, window, _name_of(fold, score))
+
+
+def _calls(folds: Sequence[Callable[[Expr | None], BlockFold]], shape: AttentionShape, mask: Mask) -> list[BlockCall]:
+    optional = (("sinks", mask.sinks), ("key_lengths", mask.lengths), ("documents", mask.documents))
+    given = tuple(name for name, tensor in optional if tensor is not None)
+    return [_call(fold(mask.score), shape, mask.score, given, mask.causal, mask.window) for fold in folds]
 
 
 def forward_calls(shape: AttentionShape, mask: Mask) -> list[BlockCall]:
     """What `launch_forward` records."""
-    return [_call(attention_forward(mask.score), shape, mask)]
+    return _calls((attention_forward,), shape, mask)
 
 
 def backward_calls(shape: AttentionShape, mask: Mask) -> list[BlockCall]:
     """What `launch_backward` records."""
-    return [_call(fold(mask.score), shape, mask) for fold in (attention_d_q, attention_d_kv)]
+    return _calls((attention_d_q, attention_d_kv), shape, mask)
 
 
 def _launch(gpu: Recorder, call: BlockCall, mask: Mask, inputs: Sequence[Pointer], outputs: Sequence[Pointer]) -> None:
     """Record one fold. inputs: its rows and its numbers but sinks and head values."""
     optional = {"sinks": mask.sinks, "head": mask.head_values}
     more = [optional[name] for name in call.fold.numbers if name in optional]
-    launch_block_fold(gpu, call, [*inputs, *more, mask.lengths, mask.documents, *outputs])
+    launch_block_fold(gpu, call, [*inputs, *more, mask.lengths, mask.documents, *outputs], (mask.scale,))
 
 
 def launch_forward(

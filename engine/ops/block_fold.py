@@ -173,18 +173,18 @@ class BlockFoldOp(BlockFoldCalls):
         causal: bool,
         window: int,
     ) -> None:
-        settings = {"spec": spec, "scalars": scalars, "causal": causal, "window": window}
+        settings = {"spec": spec, "causal": causal, "window": window}
         (call,) = self.block_calls(inputs, settings)
-        launch_block_fold(gpu, call, [*inputs, *outputs])
+        launch_block_fold(gpu, call, [*inputs, *outputs], scalars)
 
     def block_calls(self, inputs: Sequence[Any], settings: Mapping[str, Any]) -> list[BlockCall]:
-        spec, scalars, causal, window = (settings[name] for name in ("spec", "scalars", "causal", "window"))
+        spec, causal, window = (settings[name] for name in ("spec", "causal", "window"))
         given = dict(zip(spec.tensor_inputs, inputs, strict=True))
         sizes = _sizes(spec, given)
         strides = _strides(spec, sizes)
         there = tuple(name for name in spec.optional_inputs if given[name] is not None)
         in_order = tuple(strides[name] for name in strides_of(spec))
-        return [BlockCall(spec, sizes, in_order, scalars, there, causal, window)]
+        return [BlockCall(spec, sizes, in_order, there, causal, window)]
 
 
 BLOCK_FOLD = register(BlockFoldOp())

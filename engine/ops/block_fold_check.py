@@ -10,7 +10,7 @@ from ..block_fold_call import BlockCall, BlockSizes
 from ..block_fold_choice import BlockFoldChooser, family_of
 from ..block_fold_glsl import Tile, strides_of
 from ..block_fold_variants import TileVariant
-from .block_fold_dispatch import dispatch_block_fold, heads_a_dispatch, kernel_of
+from .block_fold_dispatch import heads_a_dispatch, kernel_of, plan_block_fold, run_block_fold
 
 if TYPE_CHECKING:
     from ..recorder import Recorder
@@ -82,7 +82,8 @@ def _memory_after(
         memory = np.frombuffer(buffer.mapping, np.float32, begin.size)
         memory[:] = begin
         pointers = [None if name in absent else buffer.address + 4 * start for name, start in starts.items()]
-        dispatch_block_fold(aside, case, tile, pointers, continues=continues)
+        plan = plan_block_fold(aside, case, tile, continues=continues)
+        run_block_fold(aside, plan, pointers, [0.5] * len(case.fold.scalars))
         aside.submit()
         aside.wait()
         return memory.copy()

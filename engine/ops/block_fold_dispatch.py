@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
 
 from ..block_fold_call import BlockCall
 from ..block_fold_glsl import Tile, block_fold_kernel, block_rows
+from ..kernel import Kernel
 from ..tensor import Tensor
 
 if TYPE_CHECKING:
@@ -27,34 +28,42 @@ def heads_a_dispatch(call: BlockCall, tile: Tile) -> int:
     return max(1, min(call.group, MAX_ROUNDS // rounds))
 
 
-def dispatch_block_fold(
-    gpu: Recorder,
-    call: BlockCall,
-    tile: Tile,
-    pointers: Sequence[Pointer | None],
-    *,
-    continues: bool = False,
-) -> None:
-    """Record a call with this tile, which changes no bit.
+class BlockPlan(NamedTuple):
+    """All of a call's dispatches but pointers and scalars.
 
-    pointers: inputs in the order of `tensor_inputs`, then rows, then values; None for an input that is not given.
+    kernels: each with the members of a group that it folds, where there are groups. sizes: numbers they all take.
+    """
+
+    kernels: tuple[tuple[Kernel, tuple[int, ...]], ...]
+    num_groups: int
+    sizes: tuple[int, ...]
+
+
+def plan_block_fold(gpu: Recorder, call: BlockCall, tile: Tile, *, continues: bool = False) -> BlockPlan:
+    """The dispatches of a call with this tile, which changes no bit.
+
     continues: sums go on from what their outputs hold, as they do from the second dispatch on.
     """
     sizes = call.sizes
     tiles = -(-sizes.num_held // (gpu.subgroup_size * tile.rows))
-    some = next(pointer for pointer in reversed(pointers) if pointer is not None)  # nobody looks behind it
-    arguments = [some if pointer is None else pointer for pointer in pointers]
-    few = min(sizes.held_heads, sizes.streamed_heads)
-    numbers = (
-        sizes.num_held,
-        sizes.num_streamed,
-        call.many_heads | few << 16,
-        *call.strides,
-        call.flags,
-        *call.scalars,
-    )
+    heads = call.many_heads | min(sizes.held_heads, sizes.streamed_heads) << 16
+    numbers = (sizes.num_held, sizes.num_streamed, heads, *call.strides, call.flags)
     step = heads_a_dispatch(call, tile)
+    kernels = []
     for first in range(0, call.group, step):
         members = (first | min(step, call.group - first) << 16,) if call.fold.shared == "held" else ()
         kernel = kernel_of(call.fold, sizes.head_dim, tile, continues=continues or first > 0, suffix=call.suffix)
-        gpu.dispatch(kernel, tiles * sizes.batch * sizes.held_heads, *arguments, *numbers, *members)
+        kernels.append((kernel, members))
+    return BlockPlan(tuple(kernels), tiles * sizes.batch * sizes.held_heads, numbers)
+
+
+def run_block_fold(
+    gpu: Recorder, plan: BlockPlan, pointers: Sequence[Pointer | None], scalars: Sequence[float]
+) -> None:
+    """Record a plan. pointers: inputs in the order of `tensor_inputs`, then rows, then values; None for an input that
+    is not given. scalars: the fold's, in order.
+    """
+    some = next(pointer for pointer in reversed(pointers) if pointer is not None)  # nobody looks behind it
+    arguments = [some if pointer is None else pointer for pointer in pointers]
+    for kernel, members in plan.kernels:
+        gpu.dispatch(kernel, plan.num_groups, *arguments, *plan.sizes, *scalars, *members)

@@ -14,7 +14,7 @@ from ..block_fold_variants import family_rows
 from ..kernel import Kernel
 from ..op import Op
 from .block_fold_check import checked
-from .block_fold_dispatch import Pointer, dispatch_block_fold, kernel_of
+from .block_fold_dispatch import BlockPlan, Pointer, kernel_of, plan_block_fold, run_block_fold
 
 if TYPE_CHECKING:
     from ..recorder import Recorder
@@ -41,21 +41,24 @@ class BlockFoldCalls(Op):
         raise NotImplementedError
 
 
-def _tile(gpu: Recorder, call: BlockCall) -> Tile:
-    """Choose a variant that is known to be right. Kept, since steps repeat."""
+def _plan(gpu: Recorder, call: BlockCall) -> BlockPlan:
+    """Choose a variant that is known to be right, and work out its dispatches. Kept, since steps repeat."""
     chooser = BlockFoldChooser.of(gpu)
     key = (call, chooser.forced(op_of(call.fold.name)), switches.raw("VKFOLD_TUNE"))
-    tile: Tile | None = chooser.plans.get(key)
-    while tile is None:
+    plan: BlockPlan | None = chooser.plans.get(key)
+    while plan is None:
         choice = chooser.choose(call)
         if checked(gpu, chooser, call, choice):
-            tile = chooser.plans[key] = choice.tile
-    return tile
+            plan = chooser.plans[key] = plan_block_fold(gpu, call, choice.tile)
+    return plan
 
 
-def launch_block_fold(gpu: Recorder, call: BlockCall, pointers: Sequence[Pointer | None]) -> None:
+def launch_block_fold(
+    gpu: Recorder, call: BlockCall, pointers: Sequence[Pointer | None], scalars: Sequence[float]
+) -> None:
     """Record it: one dispatch, or, where groups are folded whose loops would be longer than a driver runs, several.
 
     pointers: inputs in the order of `tensor_inputs`, then rows, then values; None for an input that is not given.
+    scalars: the fold's, in order.
     """
-    dispatch_block_fold(gpu, call, _tile(gpu, call), pointers)
+    run_block_fold(gpu, _plan(gpu, call), pointers, scalars)

@@ -12,7 +12,7 @@ from ..block_fold_variants import TileVariant, worth_measuring
 from ..recorder import Recorder
 from ..tuner import HALF, Measured, keep_times, measure_in_turns
 from .block_fold_check import checked
-from .block_fold_dispatch import Pointer, dispatch_block_fold
+from .block_fold_dispatch import Pointer, plan_block_fold, run_block_fold
 
 
 def tune_block_fold(gpu: Recorder, call: BlockCall, *, rounds: int = 5) -> Measured:
@@ -50,8 +50,9 @@ def tune_block_fold(gpu: Recorder, call: BlockCall, *, rounds: int = 5) -> Measu
                 aside.fill_buffer(buffer, 0, nbytes, HALF)
             pointers.append(buffer.address)
         aside.op_work = float(call.flops)
+        plans = {choice: plan_block_fold(aside, call, choice.tile) for choice in usable}
 
         def record(choice: TileVariant) -> None:
-            dispatch_block_fold(aside, call, choice.tile, pointers)
+            run_block_fold(aside, plans[choice], pointers, [0.5] * len(call.fold.scalars))
 
         return keep_times(chooser, Measured(call.key, measure_in_turns(aside, usable, record, rounds=rounds)))
