@@ -21,6 +21,12 @@ _COMPARISONS = {
     "eq": ("==", "equal"),
     "ne": ("!=", "notEqual"),
 }
+# Zeros by sign, hidden from the compiler. Of those it sees, lavapipe's makes 0 * x and 0 / x into 0, x + 0 into x, and
+# a choice between 1 and -0 into one between 1 and 0; SignedZeroInfNanPreserve, which it offers, changes little of that.
+_UNSEEN_ZEROS = {
+    False: "uintBitsToFloat(gl_LocalInvocationID.x >> 31)",
+    True: "uintBitsToFloat((gl_LocalInvocationID.x >> 31) | 0x80000000u)",
+}
 # functions of shaders/exp.glsl and shaders/expr.glsl: the driver's own are not IEEE at the ends
 _CALLS = {
     "abs": "abs",
@@ -69,7 +75,7 @@ def _lines(
     lines: list[str] = []
     number = 0
     for node in order:
-        text = _text(node, kind, [texts[arg] for arg in node.args], names)
+        text = _text(node, kind, _with_unseen_zeros(node, kind, [texts[arg] for arg in node.args]), names)
         leaf = node.op == "constant" or node.kind == "u" or (node.op == "variable" and node.name in names)
         if node.op == "variable" and not (overwrites and node in roots):
             leaf = True
@@ -82,6 +88,22 @@ def _lines(
             number += 1
         texts[node] = text
     return lines, texts
+
+
+def _with_unseen_zeros(node: Expr, kind: str, args: list[str]) -> list[str]:
+    """The texts of a node's arguments; constant zeros that a driver would take for granted are hidden from it."""
+    zeros = [arg.op == "constant" and arg.number == 0 for arg in node.args]
+    if not any(zeros) or node.op not in (*_INFIX, "fma", "where"):
+        return args
+    if node.op == "where":
+        numbers = [arg.number for arg in node.args[1:] if arg.op == "constant"]
+        if len(numbers) < 2 or np.signbit(numbers[0]) == np.signbit(numbers[1]):
+            return args
+    hidden = []
+    for arg, zero, text in zip(node.args, zeros, args, strict=True):
+        unseen = _UNSEEN_ZEROS[bool(np.signbit(arg.number))] if zero else text
+        hidden.append(f"vec4({unseen})" if zero and kind == "vec4" else unseen)
+    return hidden
 
 
 def _call(node: Expr) -> str | None:
