@@ -11,6 +11,8 @@ import pytest
 
 from vkfold.engine.matmul_choice import MatmulChooser
 from vkfold.engine.matmul_variants import variants
+from vkfold.engine.ops.attention import attention_calls
+from vkfold.engine.ops.block_fold_tuner import tune_block_fold
 from vkfold.engine.ops.matmul import layout_of
 from vkfold.engine.ops.matmul_check import checked
 from vkfold.engine.ops.matmul_tuner import tune_product
@@ -102,6 +104,11 @@ def checking(engine: VulkanEngine) -> None:
     checked(engine.recorder, chooser, variants(chooser.device)[0], False)
 
 
+def tuning_attention(engine: VulkanEngine) -> None:
+    forward, *_ = attention_calls(1, 2, 512, 32)
+    tune_block_fold(engine.recorder, forward, rounds=1)
+
+
 def probing(engine: VulkanEngine) -> None:
     measure_peaks(engine, megabytes=2, matmul_sizes=(512,))
 
@@ -120,7 +127,7 @@ def reading(engine: VulkanEngine) -> None:
     engine.fma_chain(engine.tensor(np.ones(LONG_SIZE)), rounds=LONG).numpy()
 
 
-@pytest.mark.parametrize("work", [tuning, checking, probing, profiling, reading])
+@pytest.mark.parametrize("work", [tuning, tuning_attention, checking, probing, profiling, reading])
 def test_nothing_in_use_is_destroyed(
     fresh: VulkanEngine, interrupter: Interrupter, work: Callable[[VulkanEngine], None]
 ) -> None:

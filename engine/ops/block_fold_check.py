@@ -77,8 +77,8 @@ def _memory_after(
     """All words after a run. begin: before it; starts: word that an operand begins at."""
     absent = set(case.fold.optional_inputs) - set(case.given)
     aside = gpu.aside()
-    buffer = gpu.device.create_buffer(begin.nbytes, host_visible=True)
     try:
+        buffer = aside.own_buffer(begin.nbytes, host_visible=True)
         memory = np.frombuffer(buffer.mapping, np.float32, begin.size)
         memory[:] = begin
         pointers = [None if name in absent else buffer.address + 4 * start for name, start in starts.items()]
@@ -89,7 +89,6 @@ def _memory_after(
         return memory.copy()
     finally:
         aside.close()
-        gpu.device.destroy_buffer(buffer)
 
 
 def _words(case: BlockCall, starts: dict[str, int], total: int) -> np.ndarray:

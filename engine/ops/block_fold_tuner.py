@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import numpy as np
 
 from ..block_fold_call import BlockCall
@@ -32,9 +30,8 @@ def tune_block_fold(gpu: Recorder, call: BlockCall, *, rounds: int = 5) -> Measu
         "key_lengths": np.full(sizes.batch, keys, np.int32),
         "documents": np.tile(np.array([0, keys], np.int32), sizes.batch * keys),
     }
-    with ExitStack() as stack:
-        aside = gpu.aside()
-        stack.callback(aside.close)
+    aside = gpu.aside()
+    try:
         pointers: list[Pointer | None] = []
         absent = set(call.fold.optional_inputs) - set(call.given)
         for name, elements in call.elements().items():
@@ -42,8 +39,7 @@ def tune_block_fold(gpu: Recorder, call: BlockCall, *, rounds: int = 5) -> Measu
                 pointers.append(None)
                 continue
             nbytes = 4 * max(1, elements)
-            buffer = gpu.device.create_buffer(nbytes, host_visible=False)
-            stack.callback(gpu.device.destroy_buffer, buffer)
+            buffer = aside.own_buffer(nbytes, host_visible=False)
             if name in masks and call.fold.seen is not None:
                 aside.write(buffer, 0, masks[name])
             else:
@@ -56,3 +52,5 @@ def tune_block_fold(gpu: Recorder, call: BlockCall, *, rounds: int = 5) -> Measu
             run_block_fold(aside, plans[choice], pointers, [0.5] * len(call.fold.scalars))
 
         return keep_times(chooser, Measured(call.key, measure_in_turns(aside, usable, record, rounds=rounds)))
+    finally:
+        aside.close()
