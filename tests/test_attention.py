@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_bounds import backward_bounds, forward_bounds
 from op_checks import ODD_SIZES, check_gradient, check_op, run, sampled_sizes
 
 from vkfold.engine.compute_engine import ComputeEngine
@@ -18,6 +17,7 @@ from vkfold.engine.plan_engine import PlanEngine
 from vkfold.engine.tensor import TensorSpec
 from vkfold.engine.variant_choice import forced_variant
 from vkfold.engine.vulkan_engine import VulkanEngine
+from vkfold.tools.attention_bounds import backward_bounds, forward_bounds
 
 Arrays = list[np.ndarray]
 

@@ -10,50 +10,21 @@ from op_checks import EPS32, check_gradient, check_op, sampled_sizes
 
 from vkfold.engine.compute_engine import ComputeEngine
 from vkfold.engine.cpu_engine import CpuEngine
-from vkfold.engine.ops.column_sum import column_chunks
 from vkfold.engine.tensor import Tensor
 from vkfold.engine.vulkan_engine import VulkanEngine
+from vkfold.tools.error_bounds import column_terms, of_layer_norm, of_rms_norm, row_terms
 
 EPS = 1e-5
 TINY = 1e-37
 SHAPES = sampled_sizes(2, 24, seed=3)
 
 
-def row_terms(cols: int) -> float:
-    """Roundings that meet in one sum over a row: 4 columns x at least 4 lanes a round, the tree, a division."""
-    return cols / 16 + 16
-
-
-def column_terms(rows: int, cols: int) -> float:
-    """Roundings that meet in one sum over rows: within a chunk, then over chunks, then the product's own."""
-    chunks, chunk_rows = column_chunks(rows, cols)
-    return chunks + chunk_rows + 5
-
-
 def rms_bound(x: np.ndarray) -> Any:
-    """|error| of y and rstd: half the relative error of the sum, 2 units for the root, 2 for the products."""
-    relative = (row_terms(x.shape[-1]) / 2 + 8) * EPS32
-    return lambda expected: [relative * np.abs(e) + TINY for e in expected]
+    return lambda expected: of_rms_norm([x], expected)
 
 
 def layer_bound(x: np.ndarray, weight: np.ndarray) -> Any:
-    """|error| of y, mean and rstd; the error of the mean enters y with the slope rstd * weight.
-
-    The first mean has the error of its sum; adding the mean of the deviations from it leaves the rounding of the result
-    and the error of a sum of deviations, which are small beside the mean.
-    """
-    terms = row_terms(x.shape[-1])
-
-    def bounds(expected: list[np.ndarray]) -> list[np.ndarray]:
-        y, mean, rstd = (np.asarray(e, np.float64) for e in expected)
-        d_first = terms * EPS32 * np.abs(x).astype(np.float64).mean(axis=-1)
-        deviation = np.abs(x - mean[..., None])
-        d_mean = EPS32 * np.abs(mean) + terms * EPS32 * (deviation.mean(axis=-1) + d_first)
-        relative = (terms / 2 + 8) * EPS32 * (1 + (d_first * rstd) ** 2) + (d_mean * rstd) ** 2
-        d_y = np.abs(weight) * rstd[..., None] * (d_mean[..., None] + deviation * (relative[..., None] + 3 * EPS32))
-        return [d_y + 2 * EPS32 * (np.abs(y) + np.abs(weight)) + TINY, d_mean + TINY, relative * rstd]
-
-    return bounds
+    return lambda expected: of_layer_norm([x, weight], expected)
 
 
 def arrays_for(rows: int, cols: int, offset: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -18,7 +18,7 @@ from vkfold.engine.matmul_variants import Product
 from vkfold.engine.ops.attention import attention_calls
 from vkfold.engine.ops.matmul import layout_of
 from vkfold.engine.tensor import Tensor, TensorSpec
-from vkfold.tools import kernel_lab
+from vkfold.tools import kernel_lab, lab_ops
 from vkfold.tools.run_config import RunConfig
 from vkfold.tools.tune_calls import Calls, FoldCall, ProductCall, calls_of_step, calls_of_text
 
@@ -211,11 +211,62 @@ def test_lab_measures_every_tile_of_attention(name: str, capsys: pytest.CaptureF
         assert row["flops_per_second"] == pytest.approx(flops / row["seconds"])
 
 
-@pytest.mark.parametrize("name", sorted(kernel_lab.SUBJECTS))
-def test_lab_checks_other_ops(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = "1x2x9x8" if name.startswith("attention") else "5x24"
-    assert kernel_lab.main([name, shape, "--check-only"]) == 0
+def lab_shape(name: str) -> str:
+    """A small odd one."""
+    sizes = {"HEADS": "2", "BATCH": "1", "HEAD_DIM": "8", "SEQ": "9", "ELEMENTS": "9001", "VOCABULARY": "40"}
+    return "x".join(sizes.get(word, "24") for word in lab_ops.SUBJECTS[name].meaning.split("x"))
+
+
+@pytest.mark.parametrize("name", sorted(lab_ops.SUBJECTS))
+def test_lab_checks_other_ops(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right as it is; wrong when any of its outputs is two in a thousand off on the device."""
+    assert kernel_lab.main([name, lab_shape(name), "--check-only"]) == 0
     assert "equal" in capsys.readouterr().out
+    subject = lab_ops.SUBJECTS[name]
+    outputs = 0
+
+    def spoiled(engine: ComputeEngine, *tensors: Tensor) -> list[Tensor]:
+        nonlocal outputs
+        result = subject.call(engine, *tensors)
+        made = [result] if isinstance(result, Tensor) else list(result)
+        outputs = len(made)
+        if not isinstance(engine, CpuEngine):
+            made[which] = engine.scale(made[which], 1.002)
+        return made
+
+    monkeypatch.setitem(lab_ops.SUBJECTS, name, subject._replace(call=spoiled))
+    which = 0
+    while which == 0 or which < outputs:
+        assert kernel_lab.main([name, lab_shape(name), "--check-only"]) == 1, f"output {which}"
+        which += 1
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "factor"),
+    [("softmax", "33x1000", 1.0005), ("layer_norm", "16x16384", 1.001), ("rms_norm", "16x8192", 1.0005)],
+)
+def test_lab_bounds_grow_with_columns_a_lane(
+    name: str, shape: str, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long rows hide no error."""
+    subject = lab_ops.SUBJECTS[name]
+
+    def spoiled(engine: ComputeEngine, *tensors: Tensor) -> list[Tensor]:
+        result = subject.call(engine, *tensors)
+        first, *others = [result] if isinstance(result, Tensor) else result
+        return [first if isinstance(engine, CpuEngine) else engine.scale(first, factor), *others]
+
+    assert kernel_lab.main([name, shape, "--check-only"]) == 0
+    monkeypatch.setitem(lab_ops.SUBJECTS, name, subject._replace(call=spoiled))
+    assert kernel_lab.main([name, shape, "--check-only"]) == 1
+
+
+@pytest.mark.parametrize("name", ["adamw", "rope", "cross_entropy_backward", "embedding_backward"])
+def test_lab_measures_ops_that_change_their_inputs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The op alone, without copies."""
+    assert kernel_lab.main([name, lab_shape(name), "--rounds", "2", "--json"]) == 0
+    (row,) = report(capsys)["results"]
+    assert row["seconds"] > 0 and row["error"] <= 1 and row["bytes_per_second"] > 0
 
 
 def test_lab_tells_wrong_results(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +275,7 @@ def test_lab_tells_wrong_results(capsys: pytest.CaptureFixture[str], monkeypatch
     def call(engine: ComputeEngine, x: Tensor, y: Tensor) -> Tensor:
         return engine.add(x, y) if isinstance(engine, CpuEngine) else engine.multiply(x, y)
 
-    monkeypatch.setitem(kernel_lab.SUBJECTS, "add", kernel_lab.SUBJECTS["add"]._replace(call=call))
+    monkeypatch.setitem(lab_ops.SUBJECTS, "add", lab_ops.SUBJECTS["add"]._replace(call=call))
     assert kernel_lab.main(["add", "4x4", "--check-only"]) == 1
     assert "WRONG" in capsys.readouterr().out
 
@@ -233,9 +284,13 @@ def test_lab_tells_wrong_results(capsys: pytest.CaptureFixture[str], monkeypatch
     ("words", "message"),
     [
         (["matmul"], "takes an op and a shape"),
-        (["conv", "4x4"], "no op 'conv' in the lab: there are add"),
+        (["conv", "4x4"], "no op 'conv' in the lab: there are adamw"),
         (["softmax", "4x4x4"], "no shape for softmax: write ROWSxCOLS"),
         (["softmax", "4x0"], "greater than 0"),
+        (["softmax", "2x1048560", "--check-only"], "softmax 2x1048560 cannot be run here: softmax: "),
+        (["rope", "1x1x4x7", "--check-only"], "rope 1x1x4x7 cannot be run here"),
+        (["add", "1000000000x1000000000", "--check-only"], "cannot be run here"),
+        (["add", "4x4", "--layout", "TT"], "--layout TT is how matmul's operands lie, add has none"),
     ],
 )
 def test_lab_bad_arguments(words: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,8 +301,7 @@ def test_lab_bad_arguments(words: Sequence[str], message: str, capsys: pytest.Ca
 def test_lab_bounds_are_of_the_arithmetic() -> None:
     """Matmul: 2 k 2^-24 |A| |B|, whatever the layout."""
     a, b = np.full((3, 2), -2.0, np.float32), np.full((3, 4), 5.0, np.float32)
-    subject = kernel_lab.matmul_subject("TN")
-    allowed = kernel_lab.allowed_error("matmul", subject, (2, 4, 3), (a, b), np.zeros((2, 4)))
+    (allowed,) = lab_ops.matmul_subject("TN").bounds((a, b), [np.zeros((2, 4))])
     assert np.array_equal(allowed, np.full((2, 4), 2 * 3 * EPS32 * 30))
 
 

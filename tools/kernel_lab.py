@@ -1,6 +1,6 @@
 """kernel_lab: one op at one shape: is it right, how fast is each of its variants, and what would the device allow?
 
-The exit code is 0 when every result is right and all variants are equal, 1 when not.
+The exit code is 0 when every result is right and all variants are equal, 1 when not, 2 when the op cannot be run so.
 """
 
 # ruff: noqa: RUF009 (option is dataclasses.field)
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from rich.table import Table
 from ..engine.block_fold_choice import BlockFoldChooser, family_of
 from ..engine.compute_engine import ComputeEngine
 from ..engine.cpu_engine import CpuEngine
-from ..engine.errors import BadInputError
+from ..engine.errors import BadInputError, OutOfDeviceMemoryError
 from ..engine.matmul_choice import MatmulChooser
 from ..engine.matmul_variants import Product, candidates
 from ..engine.ops.attention import attention_calls
@@ -31,66 +31,14 @@ from ..engine.variant_choice import forced_variant
 from ..engine.vulkan_engine import VulkanEngine
 from .console import TableConsole, run_program
 from .device_peaks import Peaks, measure_peaks
+from .lab_ops import STEP, SUBJECTS, Subject, matmul_subject
 from .options import POSITIVE, option, parse_options
 
 DESCRIPTION = """Check one op at one shape against float64, and measure it: `kernel_lab matmul 512x512x512`,
 `kernel_lab rms_norm 4096x512`, `kernel_lab attention 1x4x512x64`. Matmul, attention and attention_backward are measured
 with every variant, whose results must be equal to the bit."""
 
-_EPS = 2.0**-24
-Call = Callable[..., Any]
-
-
-class Subject(NamedTuple):
-    """An op as the lab runs it: what a shape means, the inputs' shapes, the call, and how much error is allowed.
-
-    bound: units of 2^-24 a result may be off, of its own size and at least 1; matmul counts |A| |B| instead.
-    forced: what VKFOLD_VARIANT calls it, where it has variants. op: the one that is measured, of a call of several.
-    """
-
-    meaning: str
-    inputs: Callable[..., Sequence[tuple[int, ...]]]
-    call: Call
-    bound: Callable[..., float] = lambda *sizes: 64.0
-    forced: str = ""
-    op: str = ""
-
-
-def _attention_backward(e: ComputeEngine, q: Tensor, k: Tensor, v: Tensor, d_o: Tensor) -> tuple[Tensor, ...]:
-    o, lse = e.attention(q, k, v, causal=True)
-    return e.attention_backward(d_o, q, k, v, o, lse, causal=True)
-
-
-def _rows(call: Call, *more: int) -> Subject:
-    """An op over rows: x [rows, cols] and `more` vectors of cols."""
-    return Subject("ROWSxCOLS", lambda r, c: [(r, c), *[(c,)] * len(more)], call, lambda r, c: 16.0 + 2 * c)
-
-
-SUBJECTS: dict[str, Subject] = {
-    "add": Subject("ROWSxCOLS", lambda r, c: [(r, c)] * 2, lambda e, x, y: e.add(x, y), lambda *s: 1.0),
-    "multiply": Subject("ROWSxCOLS", lambda r, c: [(r, c)] * 2, lambda e, x, y: e.multiply(x, y), lambda *s: 1.0),
-    "silu": Subject("ROWSxCOLS", lambda r, c: [(r, c)], lambda e, x: e.silu(x)),
-    "gelu": Subject("ROWSxCOLS", lambda r, c: [(r, c)], lambda e, x: e.gelu(x)),
-    "swiglu": Subject("ROWSxCOLS", lambda r, c: [(r, c)] * 2, lambda e, x, y: e.multiply(e.silu(x), y)),
-    "softmax": _rows(lambda e, x: e.softmax(x)),
-    "rms_norm": _rows(lambda e, x, w: e.rms_norm(x, w), 1),
-    "layer_norm": _rows(lambda e, x, w, b: e.layer_norm(x, w, b), 1, 1),
-    "attention": Subject(
-        "BATCHxHEADSxSEQxHEAD_DIM",
-        lambda b, h, s, d: [(b, s, h, d)] * 3,
-        lambda e, q, k, v: e.attention(q, k, v, causal=True),
-        lambda b, h, s, d: 64.0 + 8 * d,
-        "attention_forward",
-    ),
-    "attention_backward": Subject(
-        "BATCHxHEADSxSEQxHEAD_DIM",
-        lambda b, h, s, d: [(b, s, h, d)] * 4,
-        _attention_backward,
-        lambda b, h, s, d: 64.0 + 8 * (d + s),
-        "attention",
-        "attention_backward",
-    ),
-}
+SMALLEST = 2.0**-149  # of float32
 
 
 @dataclass
@@ -125,6 +73,8 @@ def subject_of(config: LabConfig) -> tuple[str, Subject, tuple[int, ...]]:
     subjects = {**SUBJECTS, "matmul": matmul_subject(config.layout)}
     if name not in subjects:
         raise BadInputError(f"no op {name!r} in the lab: there are {', '.join(sorted(subjects))}")
+    if config.layout != "NN" and name != "matmul":
+        raise BadInputError(f"--layout {config.layout} is how matmul's operands lie, {name} has none: leave it out")
     subject = subjects[name]
     wanted = len(subject.meaning.split("x"))
     sizes = shape.split("x")
@@ -133,20 +83,9 @@ def subject_of(config: LabConfig) -> tuple[str, Subject, tuple[int, ...]]:
     return name, subject, tuple(int(size) for size in sizes)
 
 
-def matmul_subject(layout: str) -> Subject:
-    """The product of A and B as they lie."""
-    trans_a, trans_b = layout[0] == "T", layout[1] == "T"
-    return Subject(
-        "MxNxK",
-        lambda m, n, k: [(k, m) if trans_a else (m, k), (n, k) if trans_b else (k, n)],
-        lambda e, a, b: e.matmul(a, b, trans_a=trans_a, trans_b=trans_b),
-        forced="matmul",
-    )
-
-
-def run_on(engine: ComputeEngine, subject: Subject, tensors: Sequence[Tensor]) -> list[np.ndarray]:
+def run_on(engine: ComputeEngine, subject: Subject, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The outputs."""
-    result = subject.call(engine, *tensors)
+    result = subject.call(engine, *[engine.tensor(array) for array in arrays])
     return [output.numpy() for output in ((result,) if isinstance(result, Tensor) else result)]
 
 
@@ -167,26 +106,20 @@ def variant_names(engine: VulkanEngine, name: str, sizes: tuple[int, ...], layou
     return list(dict.fromkeys(v.name for v in (folds.choose(calls[0]), *family)))
 
 
-def allowed_error(name: str, subject: Subject, sizes: tuple[int, ...], arrays: Any, expected: np.ndarray) -> np.ndarray:
-    """Absolute, element by element. Matmul: 2 k 2^-24 |A| |B| (Higham 2002, 3.5, with room for a change of order)."""
-    if name != "matmul":
-        return _EPS * subject.bound(*sizes) * np.maximum(1.0, np.abs(expected))
-    m, _, k = sizes
-    a, b = (np.abs(x.astype(np.float64)) for x in arrays)
-    a, b = a if a.shape == (m, k) else a.T, b if b.shape[0] == k else b.T
-    return 2 * k * _EPS * (a @ b)
-
-
 def look(engine: VulkanEngine, config: LabConfig, peaks: Peaks | None) -> list[Result]:
     """Every variant, fastest first; peaks None measures nothing."""
     name, subject, sizes = subject_of(config)
     rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in subject.inputs(*sizes)]
     oracle = CpuEngine("float64")
-    expected = run_on(oracle, subject, [oracle.tensor(array) for array in arrays])
-    allowed = [allowed_error(name, subject, sizes, arrays, output) for output in expected]
+    for each in (oracle, engine):
+        each.set_step_parameters(STEP)
+    try:
+        arrays = subject.inputs(rng, *sizes)
+        expected = run_on(oracle, subject, arrays)
+    except ValueError as refusal:  # of the shape
+        raise _cannot_run(config, refusal) from refusal
+    allowed = [np.maximum(bound, SMALLEST) for bound in subject.bounds(arrays, expected)]
     names = variant_names(engine, name, sizes, config.layout)
-    tensors = [engine.tensor(array) for array in arrays]
     results: list[Result] = []
     first_bits: list[np.ndarray] | None = None
     samples: dict[str, Any] = {}
@@ -196,13 +129,14 @@ def look(engine: VulkanEngine, config: LabConfig, peaks: Peaks | None) -> list[R
 
     for variant in names:
         with forced(variant):
-            got = run_on(engine, subject, tensors)
+            got = run_on(engine, subject, arrays)
         bits = [output.view(np.uint32) for output in got]
         first_bits = bits if first_bits is None else first_bits
         errors = [np.max(np.abs(g - e) / a, initial=0.0) for g, e, a in zip(got, expected, allowed, strict=True)]
         same = all(np.array_equal(one, two) for one, two in zip(bits, first_bits, strict=True))
         samples[variant] = (float(max(errors)), same, [])
     if peaks is not None:
+        tensors = [engine.tensor(array) for array in arrays]
         profiler = OpProfiler(engine)
         profiler.attach()
         try:
@@ -210,8 +144,7 @@ def look(engine: VulkanEngine, config: LabConfig, peaks: Peaks | None) -> list[R
                 for variant in names:
                     with forced(variant):
                         subject.call(engine, *tensors)
-                        ops = [op for op in profiler.take() if not subject.op or op.op == subject.op]
-                        samples[variant][2].append(ops)
+                        samples[variant][2].append(profiler.take())
         finally:
             profiler.detach()
     for variant, (error, same, runs) in samples.items():
@@ -226,12 +159,19 @@ def look(engine: VulkanEngine, config: LabConfig, peaks: Peaks | None) -> list[R
     return sorted(results, key=lambda result: result.seconds)
 
 
+def _cannot_run(config: LabConfig, error: Exception) -> BadInputError:
+    return BadInputError(f"{' '.join(config.words)} cannot be run here: {error}")
+
+
 def _program(argv: Sequence[str]) -> int:
     config, _ = parse_options(LabConfig, argv, "kernel_lab", DESCRIPTION)
     name, _, sizes = subject_of(config)
     with VulkanEngine(config.device) as engine:
         peaks = None if config.check_only else measure_peaks(engine)
-        results = look(engine, config, peaks)
+        try:
+            results = look(engine, config, peaks)
+        except (MemoryError, OutOfDeviceMemoryError) as error:
+            raise _cannot_run(config, error) from error
         where = f"{engine.name} ({engine.device.physical.driver_info})"
     right = all(result.error <= 1 and result.same_bits for result in results)
     if config.json:

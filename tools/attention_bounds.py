@@ -6,8 +6,11 @@ of n products by fma adds n eps of its absolute terms. Nothing here is fitted to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-from op_checks import EPS32
+
+from .error_bounds import EPS32
 
 TINY = 1e-36  # weights below exp(-87) count as 0
 
@@ -86,3 +89,26 @@ def backward_bounds(
     d_k = over_group((g_error + rows * EPS32 * g).swapaxes(-1, -2) @ np.abs(qh))
     d_v = over_group((p * (relative + rows * EPS32) + TINY * seen).swapaxes(-1, -2) @ np.abs(go))
     return np.moveaxis(d_q, 1, 2), d_k, d_v
+
+
+def causal_bounds(inputs: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Of causal attention: o and lse from q, k, v, or d_q, d_k and d_v from d_o, q, k, v, o, lse. One head at a time:
+    the bounds go through squares of the sequence. As many heads of k and v as of q."""
+    batch, seq, heads, head_dim = inputs[0].shape
+    seen = np.tri(seq, dtype=bool)[None, None]
+    bounds = [np.zeros(e.shape) for e in expected]
+    for b in range(batch):
+        for h in range(heads):
+            part = [a[b : b + 1, :, h : h + 1] if a.ndim == 4 else a[b : b + 1, h : h + 1] for a in inputs]
+            if len(inputs) == 3:
+                q, k, v = part
+                of_head: Sequence[np.ndarray] = forward_bounds(q, k, v, seen, head_dim**-0.5)
+            else:
+                d_o, q, k, v, o, lse = part
+                of_head = backward_bounds(d_o, q, k, v, o, lse, seen, head_dim**-0.5)
+            for bound, found in zip(bounds, of_head, strict=True):
+                if found.ndim == 4:
+                    bound[b, :, h] = found[0, :, 0]
+                else:
+                    bound[b, h] = found[0, 0]
+    return bounds
