@@ -226,6 +226,11 @@ class BlockFold:
         return not self.walk.states and not self.values and list(self.rows.values()) == sums
 
     @property
+    def rows_in_registers(self) -> int:
+        """Rows of head_dim numbers that a lane keeps for a held row."""
+        return len({held for held, _ in self.products.values()}) + len(self.sums)
+
+    @property
     def optional_inputs(self) -> list[str]:
         """Names of those that may be left out."""
         return [*self.absent, *(self.seen.tensors if self.seen is not None else ())]

@@ -16,7 +16,8 @@ from .variant_choice import OPS_WITH_VARIANTS, Selection, VariantChooser, hash_o
 
 def family_of(device: Capabilities, call: BlockCall) -> tuple[TileVariant, ...]:
     """A call's variants, widest first; the last is the base variant."""
-    return tile_variants(device, call.fold.name, call.sizes.head_dim, call.suffix)
+    fold = call.fold
+    return tile_variants(device, fold.name, call.sizes.head_dim, call.suffix, fold.rows_in_registers)
 
 
 def select_for(device: Capabilities, call: BlockCall, table: TuningTable, tuned: bool = True) -> Selection[TileVariant]:
@@ -24,7 +25,7 @@ def select_for(device: Capabilities, call: BlockCall, table: TuningTable, tuned:
     sizes = call.sizes
 
     def unmeasured(usable: Sequence[TileVariant]) -> Selection[TileVariant]:
-        rows, why = estimated_rows(device, sizes.head_dim, sizes.num_held)
+        rows, why = estimated_rows(device, sizes.head_dim, sizes.num_held, call.fold.rows_in_registers)
         return Selection(next((v for v in usable if v.tile.rows <= rows), usable[-1]), why)
 
     return select(call.key, family_of(device, call), unmeasured, table, tuned)
@@ -34,7 +35,13 @@ def select_for(device: Capabilities, call: BlockCall, table: TuningTable, tuned:
 def _kernel_hash() -> str:
     shaders = ("block_fold.glsl", "attention_masks.glsl", "see_all.glsl", "exp.glsl", "expr.glsl")
     folds = ("attention_folds.py", "attention_masks.py", "attention_scores.py", "block_fold.py", "fold.py")
-    makers = ("block_fold_glsl.py", "fold_glsl.py", "block_fold_variants.py", "ops/block_fold_dispatch.py")
+    makers = (
+        "block_fold_glsl.py",
+        "fold_glsl.py",
+        "register_loops.py",
+        "block_fold_variants.py",
+        "ops/block_fold_dispatch.py",
+    )
     return hash_of_files((*shaders, *folds, *makers))
 
 

@@ -12,22 +12,34 @@ from .expr import Expr, constant, variable
 from .expr_glsl import glsl_includes, glsl_statements
 from .expr_simplify import simplify
 from .expr_walk import named, substitute
-from .fold_glsl import indented, plus, scoped
+from .fold_glsl import plus, scoped
 from .kernel import Kernel, read_shader
+from .register_loops import Braces, Lines, as_loops, loop, written_out
 
+LOOPS = ("unrolled", "rolled", "written")  # by the driver; not at all: registers lie in memory; in the text
 OPTIONAL_SHIFT = 28  # of `flags`: bits that say which optional numbers are given
 
 
 class Tile(NamedTuple):
     """How a kernel cuts its work. No choice but `spread`, which the device gives, changes a bit of the results.
 
-    spread: lanes that share the loads of a block. rows: held rows a lane. rolled: loops are left to the driver, for one
-    that cannot bear to see them unrolled.
+    spread: lanes that share the loads of a block. rows: held rows a lane. loops: one of LOOPS. width: elements a
+    load, 1 or 2.
     """
 
     spread: int
     rows: int
-    rolled: bool
+    loops: str
+    width: int = 1
+
+    def chunk(self, head_dim: int) -> int:
+        """Dimensions that the lanes load together."""
+        return self.spread // block_rows(head_dim, self.spread) * self.width
+
+    @property
+    def name(self) -> str:
+        """What it adds to a kernel's name."""
+        return f"r{self.rows}{'' if self.loops == LOOPS[0] else '_' + self.loops}"
 
 
 def block_rows(head_dim: int, spread: int) -> int:
@@ -43,16 +55,19 @@ def block_fold_kernel(
     fold: BlockFold, head_dim: int, tile: Tile, *, continues: bool = False, suffix: str = ""
 ) -> Kernel:
     """The kernel of a fold for one tile. continues: sums go on from what their outputs hold (`shared` "held")."""
-    name = f"{fold.name}{'_more' * continues}_{head_dim}_r{tile.rows}{'_rolled' * tile.rolled}{suffix}"
+    name = f"{fold.name}{'_more' * continues}_{head_dim}_{tile.name}{suffix}"
     defines: dict[str, int | float | str] = {
         "HEAD_DIM": head_dim,
         "SPREAD": tile.spread,
         "BLOCK": block_rows(head_dim, tile.spread),
+        "WIDTH": tile.width,
         "ROWS": tile.rows,
-        "ROLLED": int(tile.rolled),
+        "ROLLED": int(tile.loops != "unrolled"),
+        "WRITTEN": int(tile.loops == "written"),
         **({} if fold.seen is None else fold.seen.defines),
+        **({"WORDS64": 1} if tile.width == 2 else {}),
     }
-    text = block_fold_glsl(fold, continues)
+    text = block_fold_glsl(fold, continues, (head_dim, tile) if tile.loops == "written" else None)
     return Kernel(name, text, block_fold_arguments(fold), subgroups=1, defines=defines)
 
 
@@ -73,7 +88,7 @@ def block_fold_arguments(fold: BlockFold) -> str:
 
 
 @lru_cache(maxsize=256)
-def block_fold_glsl(fold: BlockFold, continues: bool = False) -> str:
+def block_fold_glsl(fold: BlockFold, continues: bool = False, written: tuple[int, Tile] | None = None) -> str:
     """The kernel's text. In it the fold's own names have a letter before them, so that none can be a word of GLSL: p_
     an argument, h_ a held row, n_ a number, x_ a product, s_ a state, a_ a sum of rows, v_ a result.
 
@@ -85,16 +100,12 @@ def block_fold_glsl(fold: BlockFold, continues: bool = False) -> str:
         includes = ("exp.glsl", *includes)
     mask = "see_all.glsl" if fold.seen is None else fold.seen.shader
     text = "".join(read_shader(name) for name in (*includes, "block_fold.glsl", mask))
-    return text + "\nvoid main() {\n" + indented(writer.main()) + "}\n"
-
-
-def _each(name: str, count: str, body: Iterable[str]) -> list[str]:
-    """A loop over registers."""
-    return [f"UNROLL for (uint {name} = 0; {name} < {count}; {name}++) {{", *_inside(body), "}"]
-
-
-def _inside(lines: Iterable[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
+    if written is None:
+        return text + "\nvoid main() {\n" + as_loops(writer.main(), "    ") + "}\n"
+    head_dim, tile = written
+    block, chunk = block_rows(head_dim, tile.spread), tile.chunk(head_dim)
+    sizes = {"ROWS": tile.rows, "BLOCK": block, "HEAD_DIM": head_dim, "CHUNK": chunk, "CHUNKS": -(-head_dim // chunk)}
+    return text + "\nvoid main() {\n" + written_out(writer.main(), sizes) + "}\n"
 
 
 class _Writer:
@@ -155,7 +166,7 @@ class _Writer:
         found += [state.aligned for state in self.totals if state.aligned is not None]
         return found + ([] if fold.unseen is None else [fold.unseen])
 
-    def main(self) -> list[str]:
+    def main(self) -> Lines:
         """All of it."""
         lines = [
             "const uint lane = gl_SubgroupInvocationID;",
@@ -169,13 +180,12 @@ class _Writer:
         if self.fold.shared == "streamed":
             lines += ["const uint streamed_head = held_head / GROUP;", *self._head_numbers("held_head")]
             return lines + self._begin() + self._walk() + self._finish()
+        members = "for (uint member = 0; member < args.members >> 16; member++)"
         member = "const uint streamed_head = held_head * GROUP + (args.members & 0xFFFFu) + member;"
         return [
             *lines,
             *self._begin(),
-            "for (uint member = 0; member < args.members >> 16; member++) {",
-            *_inside([member, *self._head_numbers("streamed_head"), *self._walk()]),
-            "}",
+            Braces([member, *self._head_numbers("streamed_head"), *self._walk()], head=members),
             *self._finish(),
         ]
 
@@ -210,14 +220,14 @@ class _Writer:
         """Dimension d of a held row: in a register, or in memory when no product needs it."""
         return f"h_{name}[r * HEAD_DIM + d]" if name in self.held else f"args.p_{name}.v[at_{name} + d]"
 
-    def _begin(self) -> list[str]:
+    def _begin(self) -> Lines:
         """What a lane holds before the first block, and which blocks there are."""
         fold = self.fold
         registers = [f"h_{name}[ROWS * HEAD_DIM]" for name in self.held]
         registers += [f"a_{one.name}[ROWS * HEAD_DIM]" for one in fold.sums]
         registers += [f"s_{state.name}[ROWS]" for state in fold.walk.states]
         registers += [f"n_{name}[ROWS]" for name in (*fold.of_kind("held"), *fold.dots)]
-        body = [
+        body: Lines = [
             "const uint real = min(HELD_ROW(r), args.num_held - 1u);",
             "const ivec2 range = seen_of_row(int(HELD_ROW(r)), limit, batch);",
             "low[r] = range.x;",
@@ -236,7 +246,7 @@ class _Writer:
             each.append(f"a_{one.name}[r * HEAD_DIM + d] = {begin};")
         for name, (a, b) in fold.dots.items():
             each.append(f"n_{name}[r] = fma({self._held_element(a)}, {self._held_element(b)}, n_{name}[r]);")
-        body += _each("d", "HEAD_DIM", each)
+        body += loop("d", "HEAD_DIM", each)
         for state in fold.walk.states:
             neutral = constant(0.0 if state.merge == "sum" else -math.inf)
             body += self._assign("", {f"s_{state.name}[r]": fold.start.get(state.name, neutral)})
@@ -245,75 +255,77 @@ class _Writer:
         return [
             *([f"float {', '.join(registers)};"] if registers else []),
             "int low[ROWS], count[ROWS];",
-            *_each("r", "ROWS", body),
+            *loop("r", "ROWS", body),
             "const int first = int(tile * tile_rows), past = min(first + int(tile_rows), int(args.num_held));",
             "const ivec2 visited = seen_of_rows(first, past, limit, batch);",
             "const int begin = visited.x / BLOCK * BLOCK, end = visited.y;",
             "const int my_row = int(lane % BLOCK);",
-            "const uint my_dim = lane / BLOCK % DIMS;",
+            "const uint my_dim = lane / BLOCK * WIDTH % CHUNK;",
         ]
 
-    def _walk(self) -> list[str]:
+    def _walk(self) -> Lines:
         """The loop over blocks: products, what becomes of them, sums of rows."""
         fold = self.fold
         # Rows past the end are read from the last one that is seen: others may never have been written.
-        body = ["const uint mine = uint(min(block + my_row, end - 1));"]
+        body: Lines = ["const uint mine = uint(min(block + my_row, end - 1));"]
         body += self._row_begins(dict.fromkeys((*self.multiplied, *self.summed)), "streamed", "mine", " + my_dim")
         for name in fold.of_kind("streamed"):
             body += self._load("float", f"my_{name}", name, self._value_place("streamed", "mine"))
         products = [f"x_{name}" for name in fold.products]
         body.append(f"float {', '.join(f'{name}[ROWS * BLOCK]' for name in products)};")
-        body.append(f"UNROLL for (uint i = 0; i < ROWS * BLOCK; i++) {' = '.join(f'{x}[i]' for x in products)} = 0.0;")
-        body += [f"float c_{name}[CHUNKS];" for name in self.kept]
+        body += loop("i", "ROWS * BLOCK", [" = ".join([*(f"{x}[i]" for x in products), "0.0;"])])
+        body += [f"float c_{name}[CHUNKS * WIDTH];" for name in self.kept]
         multiply = [
-            f"x_{name}[r * BLOCK + j] = fma(h_{a}[r * HEAD_DIM + c * DIMS + u], e_{b}, x_{name}[r * BLOCK + j]);"
+            f"x_{name}[r * BLOCK + j] = fma(h_{a}[r * HEAD_DIM + c * CHUNK + u], e_{b}, x_{name}[r * BLOCK + j]);"
             for name, (a, b) in fold.products.items()
         ]
         body += self._over_chunks(self.multiplied, self.multiplied, [], multiply)
         body += self._pairs()
         decay, add = [], []
         for one in fold.sums:
-            so_far = f"a_{one.name}[r * HEAD_DIM + c * DIMS + u]"
+            so_far = f"a_{one.name}[r * HEAD_DIM + c * CHUNK + u]"
             if one.factor is not None:
                 decay.append(f"{so_far} *= {self.factors[one.factor]}[r];")
             add.append(f"{so_far} = fma({self.weights[one.weight]}[r * BLOCK + j], e_{one.of}, {so_far});")
         if add:
             body += self._over_chunks([n for n in self.summed if n not in self.kept], self.summed, decay, add)
-        return ["for (int block = begin; block < end; block += BLOCK) {", *_inside(body), "}"]
+        return [Braces(body, head="for (int block = begin; block < end; block += BLOCK)")]
 
-    def _over_chunks(self, loaded: list[str], used: list[str], once: list[str], each: list[str]) -> list[str]:
+    def _over_chunks(self, loaded: list[str], used: list[str], once: list[str], each: list[str]) -> Lines:
         """A loop over the dimensions in chunks that lanes load together, and over the streamed rows of a block.
 
         loaded: streamed rows to load; used: those of which `each`, statements of all held rows, needs the element e_*.
         once: statements before them.
         """
-        lines = []
+        lines: Lines = []
         for name in loaded:
-            target = f"c_{name}[c]" if name in self.kept else f"const float c_{name}"
-            lines.append(f"{target} = args.p_{name}.v[IN_CHUNK(at_{name}, c)];")
-        inner = _each("r", "ROWS", once) if once else []
+            lines += [] if name in self.kept else [f"float c_{name}[WIDTH];"]
+            place = "c * WIDTH" if name in self.kept else "0"
+            lines.append(f"LOAD(args.p_{name}, IN_CHUNK(at_{name}, c), c_{name}, {place})")
+        inner = loop("r", "ROWS", once) if once else []
         spread = [
-            f"const float e_{name} = subgroupShuffle(c_{name}{'[c]' * (name in self.kept)}, u * BLOCK + j);"
+            f"const float e_{name} = FROM_LANE("
+            f"c_{name}[{'c * WIDTH + ' * (name in self.kept)}u % WIDTH], u / WIDTH * BLOCK + j);"
             for name in used
         ]
-        inner += _each("j", "BLOCK", [*spread, *_each("r", "ROWS", each)])
-        lines += _each("u", "DIMS", ["if (c * DIMS + u < HEAD_DIM) {", *_inside(inner), "}"])
-        return _each("c", "CHUNKS", lines)
+        inner += loop("j", "BLOCK", [*spread, *loop("r", "ROWS", each)])
+        lines += loop("u", "CHUNK", [Braces(inner, guard=("c * CHUNK + u", "HEAD_DIM"))])
+        return loop("c", "CHUNKS", lines)
 
-    def _pairs(self) -> list[str]:
+    def _pairs(self) -> Lines:
         """From the products of a block to its weights and to the states with it in them."""
         fold = self.fold
         registers = [f"{name}[ROWS * BLOCK]" for name in (*self.tops, *self.weights.values())]
         registers += [f"{name}[ROWS]" for name in self.factors.values()]
         numbers = fold.of_kind("streamed")
         registers += [f"n_{name}[BLOCK]" for name in numbers]
-        lines = [f"float {', '.join(registers)};"] if registers else []
+        lines: Lines = [f"float {', '.join(registers)};"] if registers else []
         if numbers:
-            lines += _each("j", "BLOCK", [f"n_{name}[j] = subgroupShuffle(my_{name}, j);" for name in numbers])
+            lines += loop("j", "BLOCK", [f"n_{name}[j] = FROM_LANE(my_{name}, j);" for name in numbers])
         seen = ["const uint i = r * BLOCK + j;", "bool seen = uint(block + int(j) - low[r]) < uint(count[r]);"]
         if self.unseen_of_pair is not None:
             seen += [*self._assign("bool", {"unseen": self.unseen_of_pair}), "seen = seen && !unseen;"]
-        body: list[str] = []
+        body: Lines = []
         new: dict[str, str] = {}
         if self.maxima:
             each = [*seen, *self._assign("float", {f"m_{state.name}": state.contribution for state in self.maxima})]
@@ -322,7 +334,7 @@ class _Writer:
                 each.append(f"{top}[i] = seen ? m_{state.name} : NEGATIVE_INFINITY;")
                 each.append(f"v_{state.name} = max(v_{state.name}, {top}[i]);")
                 new |= {state.name: f"v_{state.name}", f"old_{state.name}": f"s_{state.name}[r]"}
-            body += _each("j", "BLOCK", each)
+            body += loop("j", "BLOCK", each)
         for root, name in self.factors.items():
             body += self._assign("", {f"{name}[r]": root}, new)
         body += [f"float b_{state.name} = 0.0;" for state in self.totals]
@@ -335,7 +347,7 @@ class _Writer:
             each = [*seen, *self._assign("float", dict(zip(names, roots, strict=True)), new)]
             each += [f"w{i}[i] = seen ? {name} : 0.0;" for i, name in enumerate(names)]
             each += [f"b_{state.name} += {self.weights[state.contribution]}[i];" for state in self.totals]
-            body += _each("j", "BLOCK", each)
+            body += loop("j", "BLOCK", each)
         for state in self.totals:
             so_far: Expr = variable(state.name)
             if state.aligned is not None:
@@ -344,13 +356,13 @@ class _Writer:
             names_now = {**new, state.name: f"s_{state.name}[r]", "_block": f"b_{state.name}"}
             body += self._assign("", {f"s_{state.name}[r]": plus(so_far, variable("_block"))}, names_now)
         body += [f"s_{state.name}[r] = v_{state.name};" for state in self.maxima]
-        return [*lines, *_each("r", "ROWS", body)] if body else lines
+        return lines + (loop("r", "ROWS", body) if body else [])
 
-    def _finish(self) -> list[str]:
+    def _finish(self) -> Lines:
         """What is written of the held rows."""
         fold = self.fold
         known = {state.name: f"s_{state.name}[r]" for state in fold.walk.states}
-        body = []
+        body: Lines = []
         for name, result in fold.walk.results.items():
             body += self._assign("float", {f"v_{name}": result}, known)
             known[name] = f"v_{name}"
@@ -362,7 +374,7 @@ class _Writer:
         each = []
         for name, root in fold.rows.items():
             each += self._assign("", {f"args.p_{name}.v[at_{name} + d]": root}, elements)
-        body += _each("d", "HEAD_DIM", each) if each else []
+        body += loop("d", "HEAD_DIM", each)
         for name, root in fold.values.items():
             body += self._assign("", {f"args.p_{name}.v[{self._value_place('held', 'HELD_ROW(r)')}]": root}, known)
-        return _each("r", "ROWS", ["if (HELD_ROW(r) < args.num_held) {", *_inside(body), "}"])
+        return loop("r", "ROWS", [Braces(body, head="if (HELD_ROW(r) < args.num_held)")])

@@ -13,10 +13,11 @@ from typing import NamedTuple
 from .block_fold_glsl import Tile
 from .matmul_variants import Capabilities
 
-ROWS = (8, 4, 2, 1)  # held rows a lane
-# Rows times head_dim of the widest tile in registers. Wider ones spill more than they save loads, and compile for many
-# seconds: four rows of 64 took 29 s on lavapipe 22.3 for forward and backward, and no less time to run than two.
-_REGISTERS = 192
+ROWS = (4, 2, 1)  # held rows a lane
+# Rows a lane -> most registers: rows a lane, times rows it keeps for each, times head_dim. Wider tiles spill more than
+# they save loads, and compile for seconds, on lavapipe 22.3 ten times as long as on 25. Measured at head_dim 16 to 128.
+_REGISTERS = {4: 768, 2: 1024}
+_REGISTERS_OLD = {4: 512, 2: 640}
 
 
 class TileVariant(NamedTuple):
@@ -35,24 +36,26 @@ class TileVariant(NamedTuple):
     @property
     def barred_as(self) -> str:
         """The kernel's name."""
-        tile = self.tile
-        return f"{self.fold}_{self.head_dim}_r{tile.rows}{'_rolled' * tile.rolled}{self.suffix}"
+        return f"{self.fold}_{self.head_dim}_{self.tile.name}{self.suffix}"
 
 
 def device_tile(device: Capabilities, rows: int) -> Tile:
-    """The tile of so many rows a lane on a device."""
-    return Tile(min(device.subgroup_size, 8), rows, device.driver == "SwiftShader")
+    """The tile of so many rows a lane on a device. The width of loads is up to a call (ops/block_fold_dispatch.py)."""
+    return Tile(min(device.subgroup_size, 8), rows, "written" if device.driver == "SwiftShader" else "unrolled")
 
 
-def family_rows(head_dim: int, rolled: bool) -> tuple[int, ...]:
-    """Rows a lane of a family's tiles, the widest first. rolled: the tile lies in memory, whatever its size."""
-    return tuple(rows for rows in ROWS if rolled or rows == 1 or (rows <= 4 and rows * head_dim <= _REGISTERS))
+def family_rows(device: Capabilities, head_dim: int, kept: int) -> tuple[int, ...]:
+    """Rows a lane of a family's tiles, the widest first. kept: `rows_in_registers` of the fold."""
+    new = device.driver == "SwiftShader" or (device.driver == "llvmpipe" and device.driver_major >= 24)
+    most = _REGISTERS if new else _REGISTERS_OLD
+    return tuple(rows for rows in ROWS if rows == 1 or rows * kept * head_dim <= most[rows])
 
 
-def tile_variants(device: Capabilities, fold: str, head_dim: int, suffix: str = "") -> tuple[TileVariant, ...]:
+def tile_variants(
+    device: Capabilities, fold: str, head_dim: int, suffix: str = "", kept: int = 4
+) -> tuple[TileVariant, ...]:
     """The family, widest first; the last is the base variant the others are checked by."""
-    rolled = device_tile(device, 1).rolled
-    tiles = [device_tile(device, rows) for rows in family_rows(head_dim, rolled)]
+    tiles = [device_tile(device, rows) for rows in family_rows(device, head_dim, kept)]
     return tuple(TileVariant(fold, head_dim, tile, suffix) for tile in tiles)
 
 
@@ -66,14 +69,7 @@ def worth_measuring(device: Capabilities, variants: Sequence[TileVariant], num_h
     return [variant for variant in variants if _fill(device, variant.tile.rows, num_held)]
 
 
-def most_rows(head_dim: int, rolled: bool) -> int:
-    """Rows a lane of the tile that a CPU driver takes unmeasured."""
-    if rolled:
-        return 4
-    return 4 if head_dim <= 16 else 2 if head_dim <= 96 else 1
-
-
-def estimated_rows(device: Capabilities, head_dim: int, num_held: int) -> tuple[int, str]:
+def estimated_rows(device: Capabilities, head_dim: int, num_held: int, kept: int = 4) -> tuple[int, str]:
     """Rows a lane where nothing was measured, and why.
 
     Wide tiles on CPU drivers, where loads are dear, unless they would stand mostly empty. GPUs hide loads behind other
@@ -81,7 +77,7 @@ def estimated_rows(device: Capabilities, head_dim: int, num_held: int) -> tuple[
     """
     if not device.is_cpu:
         return 1, "not measured: a GPU hides loads"
-    rows = most_rows(head_dim, device_tile(device, 1).rolled)
+    rows = family_rows(device, head_dim, kept)[0]
     if not _fill(device, rows, num_held):
         return 1, f"not measured: {num_held} rows would leave most of a wider tile empty"
     return rows, f"not measured: the widest tile that pays on CPU drivers at head_dim {head_dim}"

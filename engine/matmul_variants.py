@@ -42,11 +42,12 @@ class Capabilities(NamedTuple):
         parallel = _cpus() if gpu.is_cpu else 1024
         physical = gpu.device.physical
         matrix = physical.multiplies_matrices and gpu.subgroup_size in MATRIX_SUBGROUP_SIZES
-        return cls(gpu.subgroup_size, gpu.is_cpu, gpu.driver, _major(physical.driver_info), parallel, matrix)
+        return cls(gpu.subgroup_size, gpu.is_cpu, gpu.driver, major_version(physical.driver_info), parallel, matrix)
 
 
 @cache
-def _major(driver_info: str) -> int:
+def major_version(driver_info: str) -> int:
+    """The first number in what a driver says about itself, 0 without one."""
     found = re.search(r"\d+", driver_info)  # "Mesa 22.3.6 (LLVM 15.0.6)"; lavapipe's own driverVersion is always 1
     return int(found.group()) if found else 0
 

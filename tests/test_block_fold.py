@@ -13,11 +13,12 @@ from vkfold.engine.attention_folds import attention_d_kv, attention_d_q, attenti
 from vkfold.engine.attention_masks import KEYS_OF_QUERIES, QUERIES_OF_KEYS, seen_pairs
 from vkfold.engine.attention_scores import alibi, softcap
 from vkfold.engine.block_fold import BlockFold, RowSum
-from vkfold.engine.block_fold_glsl import Tile, block_fold_glsl
+from vkfold.engine.block_fold_glsl import LOOPS, Tile, block_fold_glsl
 from vkfold.engine.compute_engine import ComputeEngine
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.expr import equal, exp, maximum, uniform, variable, variables, where
 from vkfold.engine.fold import State, Walk
+from vkfold.engine.kernel import Kernel
 from vkfold.engine.ops import block_fold_dispatch, block_fold_launch
 from vkfold.engine.ops.block_fold_dispatch import plan_block_fold
 from vkfold.engine.variant_choice import forced_variant
@@ -233,15 +234,58 @@ def test_groups_and_positions(
         assert all(np.array_equal(a, b) for a, b in zip(made, again, strict=True))
 
 
-def test_rolled_loops_have_the_same_bits(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = normal(1, 20, 2, 12), normal(1, 31, 2, 12), normal(1, 31, 2, 12, seed=1)
+@pytest.mark.parametrize("dim", [5, 12])
+def test_kernels_of_other_drivers_have_the_same_bits(
+    vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch, dim: int
+) -> None:
+    """Loops as the driver unrolls them, rolled, written out, and pairs of elements a load where there are such."""
+    arrays = {"q": normal(1, 20, 2, dim), "k": normal(1, 31, 2, dim), "v": normal(1, 31, 2, dim, seed=1)}
     results = []
-    for rolled in (False, True):
-        with monkeypatch.context() as patch:
-            tile = Tile(min(vulkan.recorder.subgroup_size, 8), 1, rolled)
-            patch.setattr(block_fold_launch, "_plan", lambda gpu, call, tile=tile: plan_block_fold(gpu, call, tile))
-            results.append(on(vulkan, SQUARED, {"q": q, "k": k, "v": v}))
-    assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
+    for words in {False, vulkan.recorder.in_words}:
+        monkeypatch.setattr(vulkan.recorder, "in_words", words)
+        for loops in LOOPS:
+            tile = Tile(min(vulkan.recorder.subgroup_size, 8), 1, loops)
+            monkeypatch.setattr(
+                block_fold_launch, "_plan", lambda gpu, call, tile=tile: plan_block_fold(gpu, call, tile)
+            )
+            results.append(on(vulkan, SQUARED, arrays))
+    assert all(np.array_equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def launched(engine: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
+    """The kernels that are dispatched from now on."""
+    kernels: list[Kernel] = []
+    dispatch = engine.recorder.dispatch
+
+    def noted(kernel: Kernel, *args: Any) -> None:
+        if kernel not in kernels:  # a dispatch may be recorded in parts
+            kernels.append(kernel)
+        dispatch(kernel, *args)
+
+    monkeypatch.setattr(engine.recorder, "dispatch", noted)
+    return kernels
+
+
+def test_without_a_compiler_loops_stay_rolled(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written-out kernels are not shipped: where they cannot be compiled, one with the same bits stands in."""
+    arrays = {"q": normal(1, 20, 2, 8), "k": normal(1, 31, 2, 8), "v": normal(1, 31, 2, 8, seed=1)}
+    tile = Tile(min(vulkan.recorder.subgroup_size, 8), 2, "written")
+    monkeypatch.setattr(block_fold_launch, "_plan", lambda gpu, call: plan_block_fold(gpu, call, tile))
+    kernels = launched(vulkan, monkeypatch)
+    made = on(vulkan, SQUARED, arrays)
+    monkeypatch.setattr(block_fold_dispatch, "is_available", lambda kernel: "written" not in kernel.name)
+    again = on(vulkan, SQUARED, arrays)
+    assert [kernel.name for kernel in kernels] == ["squared_8_r2_written", "squared_8_r4_rolled"]
+    assert all(np.array_equal(a, b) for a, b in zip(made, again, strict=True))
+
+
+def test_pairs_are_read_where_everything_is_even(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a driver that gains by it; an odd head_dim, or an odd place in a tensor, is read one by one."""
+    kernels = launched(vulkan, monkeypatch)
+    for dim in (8, 7):
+        on(vulkan, SQUARED, {"q": normal(1, 3, 2, dim), "k": normal(1, 3, 2, dim), "v": normal(1, 3, 2, dim, seed=1)})
+    vulkan.attention_qkv(vulkan.tensor(normal(1, 5, 3 * 9)), num_heads=1, num_kv_heads=1)[0].numpy()
+    assert [kernel.defines["WIDTH"] for kernel in kernels] == [1 + vulkan.recorder.in_words, 1, 1]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 
 from ..block_fold_call import BlockCall
 from ..block_fold_glsl import Tile, block_fold_kernel, block_rows
 from ..kernel import Kernel
+from ..kernel_registry import is_available
 from ..tensor import Tensor
 
 if TYPE_CHECKING:
     from ..recorder import Recorder
 
+ROLLED_ROWS = 4  # of a tile with rolled loops: it lies in memory, whatever its size
 MAX_ROUNDS = 65000  # lavapipe 22.3 ends an invocation's loops after 65,535 rounds in all
 
 Pointer: TypeAlias = Union[Tensor, "tuple[Tensor, int]", int]  # as a dispatch takes it
@@ -31,10 +33,14 @@ def heads_a_dispatch(call: BlockCall, tile: Tile) -> int:
 class BlockPlan(NamedTuple):
     """All of a call's dispatches but pointers and scalars.
 
-    kernels: each with the members of a group that it folds, where there are groups. sizes: numbers they all take.
+    kernels: each with the members of a group that it folds, where there are groups. in_pairs: the same that read two
+    elements of a streamed row at a time; none where they cannot. streamed: the pointers of those rows. sizes: numbers
+    they all take.
     """
 
     kernels: tuple[tuple[Kernel, tuple[int, ...]], ...]
+    in_pairs: tuple[tuple[Kernel, tuple[int, ...]], ...]
+    streamed: slice
     num_groups: int
     sizes: tuple[int, ...]
 
@@ -42,19 +48,27 @@ class BlockPlan(NamedTuple):
 def plan_block_fold(gpu: Recorder, call: BlockCall, tile: Tile, *, continues: bool = False) -> BlockPlan:
     """The dispatches of a call with this tile, which changes no bit.
 
+    On lavapipe streamed rows are read in pairs where head_dim, strides and addresses are even. Text that is written out
+    is not shipped: where there is no compiler, loops stay rolled.
     continues: sums go on from what their outputs hold, as they do from the second dispatch on.
     """
-    sizes = call.sizes
+    fold, sizes = call.fold, call.sizes
+    if tile.loops == "written" and not is_available(kernel_of(fold, sizes.head_dim, tile, suffix=call.suffix)):
+        tile = tile._replace(loops="rolled", rows=ROLLED_ROWS)
+    even = not any(size % 2 for size in (sizes.head_dim, *call.strides))
     tiles = -(-sizes.num_held // (gpu.subgroup_size * tile.rows))
     heads = call.many_heads | min(sizes.held_heads, sizes.streamed_heads) << 16
     numbers = (sizes.num_held, sizes.num_streamed, heads, *call.strides, call.flags)
     step = heads_a_dispatch(call, tile)
-    kernels = []
+    kernels, in_pairs = [], []
     for first in range(0, call.group, step):
-        members = (first | min(step, call.group - first) << 16,) if call.fold.shared == "held" else ()
-        kernel = kernel_of(call.fold, sizes.head_dim, tile, continues=continues or first > 0, suffix=call.suffix)
-        kernels.append((kernel, members))
-    return BlockPlan(tuple(kernels), tiles * sizes.batch * sizes.held_heads, numbers)
+        members = (first | min(step, call.group - first) << 16,) if fold.shared == "held" else ()
+        more: dict[str, Any] = {"continues": continues or first > 0, "suffix": call.suffix}
+        kernels.append((kernel_of(fold, sizes.head_dim, tile, **more), members))
+        if even and gpu.in_words and tile.loops == "unrolled":
+            in_pairs.append((kernel_of(fold, sizes.head_dim, tile._replace(width=2), **more), members))
+    streamed = slice(len(fold.held), len(fold.held) + len(fold.streamed))
+    return BlockPlan(tuple(kernels), tuple(in_pairs), streamed, tiles * sizes.batch * sizes.held_heads, numbers)
 
 
 def run_block_fold(
@@ -65,5 +79,13 @@ def run_block_fold(
     """
     some = next(pointer for pointer in reversed(pointers) if pointer is not None)  # nobody looks behind it
     arguments = [some if pointer is None else pointer for pointer in pointers]
-    for kernel, members in plan.kernels:
+    kernels = plan.in_pairs
+    if not kernels or any(_address(pointer) % 8 for pointer in pointers[plan.streamed]):
+        kernels = plan.kernels
+    for kernel, members in kernels:
         gpu.dispatch(kernel, plan.num_groups, *arguments, *plan.sizes, *scalars, *members)
+
+
+def _address(pointer: Pointer | None) -> int:
+    tensor, offset = pointer if isinstance(pointer, tuple) else (pointer, 0)
+    return offset + (tensor.address if isinstance(tensor, Tensor) else tensor or 0)

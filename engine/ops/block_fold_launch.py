@@ -10,11 +10,12 @@ from ..block_fold import BlockFold
 from ..block_fold_call import BlockCall
 from ..block_fold_choice import BlockFoldChooser, op_of
 from ..block_fold_glsl import Tile
-from ..block_fold_variants import family_rows
+from ..block_fold_variants import device_tile, family_rows
 from ..kernel import Kernel
+from ..matmul_variants import Capabilities
 from ..op import Op
 from .block_fold_check import checked
-from .block_fold_dispatch import BlockPlan, Pointer, kernel_of, plan_block_fold, run_block_fold
+from .block_fold_dispatch import ROLLED_ROWS, BlockPlan, Pointer, kernel_of, plan_block_fold, run_block_fold
 
 if TYPE_CHECKING:
     from ..recorder import Recorder
@@ -26,11 +27,19 @@ MAX_POSITIONS = 2**16 * 2 - 1024  # a kernel passes two positions a round, and n
 
 
 def known_kernels(fold: BlockFold, suffix: str = "", *, continues: bool = False) -> Iterator[Kernel]:
-    """Everything that a launch asks for at the known head sizes."""
+    """What launches ask for at the known head sizes: on GPUs, on lavapipe, and on SwiftShader without a compiler.
+
+    Text that is written out for SwiftShader is too large to be shipped.
+    """
     for head_dim in KNOWN_HEAD_DIMS:
-        for spread, rolled in ((4, True), (4, False), (8, False)):
-            for rows in family_rows(head_dim, rolled):
-                yield kernel_of(fold, head_dim, Tile(spread, rows, rolled), continues=continues, suffix=suffix)
+        tiles = [Tile(4, ROLLED_ROWS, "rolled")]
+        for size, driver in ((4, "a GPU"), (8, "a GPU"), (8, "llvmpipe")):
+            for major in (22, 25):
+                device = Capabilities(size, driver == "llvmpipe", driver, major)
+                rows = family_rows(device, head_dim, fold.rows_in_registers)
+                tiles += [device_tile(device, n)._replace(width=2 if device.is_cpu else 1) for n in rows]
+        for tile in dict.fromkeys(tiles):
+            yield kernel_of(fold, head_dim, tile, continues=continues, suffix=suffix)
 
 
 class BlockFoldCalls(Op):
