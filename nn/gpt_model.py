@@ -26,6 +26,7 @@ from .rms_norm import Stats
 from .rope import Rope
 
 HEAD = "head"
+MAX_LENGTHS = 16  # of sequences, whose position ids are kept from step to step
 
 
 class GPTModel(Layer):
@@ -75,7 +76,7 @@ class GPTModel(Layer):
         self.flush_interval = 0
         self.activation_offload = False
         self._offloaded = ActivationOffload(engine)
-        self._position_ids: tuple[tuple[int, int], Tensor] | None = None
+        self._position_ids: tuple[Tensor, ...] = ()  # [batch, seq], one a length, of the lengths trained at
         self.set_recompute_check(None)  # tells every layer its path
         self.initialize(seed)
 
@@ -318,11 +319,17 @@ class GPTModel(Layer):
             self.set_recompute_check(None)
 
     def _positions(self, batch: int, seq: int) -> Tensor:
-        if self._position_ids is None or self._position_ids[0] != (batch, seq):
-            ids = np.broadcast_to(np.arange(seq, dtype=np.int32), (batch, seq))
-            with self.engine.parameter_pool():
-                self._position_ids = (batch, seq), self.engine.tensor(ids)
-        return self._position_ids[1]
+        for kept in self._position_ids:
+            if kept.shape[1] == seq and kept.shape[0] >= batch:
+                return kept if kept.shape[0] == batch else kept.rows(0, batch)
+        ids = np.broadcast_to(np.arange(seq, dtype=np.int32), (batch, seq))
+        if not self.training:  # leaves nothing behind, so that training goes on as before
+            return self.engine.tensor(ids)
+        with self.engine.parameter_pool():
+            made = self.engine.tensor(ids)
+        others = [kept for kept in self._position_ids if kept.shape[1] != seq]
+        self._position_ids = (*others[1 - MAX_LENGTHS :], made)
+        return made
 
     def _maybe_flush(self, index: int) -> None:
         if self.flush_interval and (index + 1) % self.flush_interval == 0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -107,21 +108,47 @@ def parts_of(model: Watched) -> Iterator[Watched]:
                     waiting.append(item)
 
 
-def lists_of(model: Watched) -> list[tuple[list[Any], tuple[Any, ...]]]:
-    """Every list in the attributes of a model's parts, and what it holds now."""
-    found = []
-    for part in parts_of(model):
-        found += [(value, tuple(value)) for value in vars(part).values() if isinstance(value, list)]
-    return found
+class Unreported:
+    """What a watch does not hear of, compared before each step instead, which takes some microseconds: what lists of
+    parts hold, the attributes of this package's classes (methods that were replaced), and those of settings that cannot
+    change by assignment (a config, changed by object.__setattr__).
+    """
+
+    def __init__(self, model: Watched | None = None, optimizer: object = None) -> None:
+        parts: list[Any] = [] if model is None else [*parts_of(model), optimizer]
+        values = [value for part in parts for value in vars(part).values()]
+        self._lists = [(value, tuple(value)) for value in values if isinstance(value, list)]
+        settings = {id(value): value for value in values if _is_frozen(value)}
+        bases = (cls for part in parts for cls in type(part).__mro__)
+        classes = dict.fromkeys(cls for cls in bases if cls.__module__.startswith(_OWN_MODULES))
+        self._spaces = [(vars(what), dict(vars(what))) for what in (*settings.values(), *classes)]
+
+    def is_same(self) -> bool:
+        """Whether nothing has changed."""
+        for space, before in self._spaces:
+            if space != before:
+                return False
+        return all(tuple(now) == before for now, before in self._lists)
+
+
+def _is_frozen(value: object) -> bool:
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    return parameters is not None and parameters.frozen and hasattr(value, "__dict__")
 
 
 def does_what_it_says(part: object) -> bool:
     """Whether a part's attributes and inputs alone decide which ops it records.
 
     So it is for the classes of this package, and for those that say `replay_supported = True` themselves (a subclass
-    must say so again), as long as no method is replaced on the instance.
+    must say so again), as long as no method is replaced: on the instance, or in a class of this package by a function
+    from elsewhere.
     """
     cls = type(part)
     if not vars(cls).get("replay_supported", cls.__module__.startswith(_OWN_MODULES)):
         return False
+    for each in cls.__mro__:
+        if each.__module__.startswith(_OWN_MODULES):
+            for value in vars(each).values():
+                if isinstance(value, FunctionType) and not value.__module__.startswith(_OWN_MODULES):
+                    return False
     return not any(callable(getattr(cls, name, None)) for name in vars(part))

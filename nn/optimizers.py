@@ -12,6 +12,7 @@ from ..engine.input_checks import described
 from ..engine.ops.adafactor import factored_shapes
 from ..engine.setting_checks import is_number
 from ..engine.tensor import Tensor
+from .counted_dict import CountedDict
 from .hyperparameters import check_fraction, check_not_negative, check_positive, finite
 from .layer import Layer, check_names
 from .parameter import Parameter
@@ -57,7 +58,7 @@ class Optimizer:
         check_not_negative("learning_rate", learning_rate)
         check_not_negative("weight_decay", weight_decay)
         self.engine = model.engine
-        self.parameters = model.named_parameters()
+        self.parameters: dict[str, Parameter] = CountedDict(model.named_parameters())
         if not self.parameters:
             raise ValueError("the model has no parameters to optimize")
         self.learning_rate = learning_rate
@@ -65,10 +66,10 @@ class Optimizer:
         self.decay_all = decay_all
         self.num_updates = 0
         with self.engine.parameter_pool():
-            self.moments: dict[str, tuple[Tensor, ...]] = {
-                name: tuple(self.engine.zeros(shape) for shape in self.slot_shapes(p).values())
+            self.moments: dict[str, tuple[Tensor, ...]] = CountedDict(
+                (name, tuple(self.engine.zeros(shape) for shape in self.slot_shapes(p).values()))
                 for name, p in self.parameters.items()
-            }
+            )
 
     def slot_shapes(self, parameter: Parameter) -> dict[str, tuple[int, ...]]:
         """Slot -> shape of each moment of a parameter."""

@@ -1,9 +1,9 @@
 """Which steps of a TrainingStep are the same as one before, and are submitted again instead of being recorded.
 
-A step is captured when two recorded steps in a row had the same key and handed the same stream of commands to the
-device. From then on it is replayed whenever its key comes up: shapes, optimizer and its settings, every attribute of
-the model's parts (nn/mode_watch.py), every VKFOLD_* switch, and the live ranges of all memory pools. With equal live
-ranges the memory that the captured step writes is free, or is what recording would write.
+A step is captured when two recorded steps had the same key and handed the same stream of commands to the device, others
+in between or not. From then on it is replayed whenever its key comes up: shapes, optimizer and its settings, every
+attribute of the model's parts (nn/mode_watch.py), every VKFOLD_* switch, and the live ranges of all memory pools. With
+equal live ranges the memory that the captured step writes is free, or is what recording would write.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from ..engine.replay import Capture, StepReplayer
 from ..engine.step_parameters import StepParameters
 from ..engine.step_stream import Input, StepStream
 from ..engine.tensor import Tensor
-from .mode_watch import ModeWatch, Watched, does_what_it_says, lists_of, parts_of
+from .counted_dict import CountedDict
+from .mode_watch import ModeWatch, Unreported, Watched, does_what_it_says, parts_of
 
-MAX_CAPTURES = 4  # of one TrainingStep: sequence lengths that alternate, or training with evaluation in between
+MAX_CAPTURES = 8  # of one TrainingStep: sequence lengths that alternate, say
+MAX_SEEN = 8  # recorded steps of other keys that are remembered until they come up again
 _NOT_SETTINGS = ("num_updates", "learning_rate")  # of an optimizer: they reach the device as step parameters
 
 MicroBatch = tuple[np.ndarray, np.ndarray]
@@ -60,9 +62,9 @@ class StepReplay:
         self.engine = model.engine
         self.replayer: StepReplayer = self.engine.replayer
         self._captured: list[Captured] = []  # the last used first
-        self._last: Captured | None = None  # the last step, if it was recorded
+        self._seen: list[Captured] = []  # recorded and not captured, the last first
         self._now: Captured | None = None  # the step being recorded
-        self._lists: list[tuple[list[Any], tuple[Any, ...]]] = []
+        self._unreported = Unreported()
         self._program = self._describe()
         self._remembered = False  # whether the next run will know this step's pipelines
         self.replayer.make_pipelines(self._program)
@@ -95,15 +97,15 @@ class StepReplay:
         watch = getattr(self.model, "_watch", None)
         if watch is None or watch.ended or watch.model() is not self.model:
             return None
-        return watch if all(tuple(now) == before for now, before in self._lists) else None
+        return watch if self._unreported.is_same() else None
 
     def _start_watch(self) -> ModeWatch | None:
         """A watch over all parts there are now; None when some part cannot be relied on."""
         model, optimizer = self.model, self.optimizer
-        self._lists = []
+        self._seen.clear()
         if not isinstance(model, Watched) or not all(map(does_what_it_says, (optimizer, *parts_of(model)))):
             return None
-        self._lists = lists_of(model)
+        self._unreported = Unreported(model, optimizer)
         return ModeWatch(model)
 
     def _key(self, settings: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -127,7 +129,6 @@ class StepReplay:
                 return
             reason = "a layer or the optimizer is not known to record the same ops each time (replay_supported)"
         stats.not_captured[reason] += 1
-        self._last = None
 
     @property
     def recording(self) -> bool:
@@ -164,16 +165,20 @@ class StepReplay:
         if not self._remembered:
             self._remembered = True
             self.replayer.remember_pipelines(self._program, now.stream)
-        last, self._last, self._now = self._last, None, None
+        self._now = None
         reason = now.stream.obstacle
         if not reason and now.changed != now.watch.changed:
             reason = "a layer's attributes changed during the step"
         if reason:
             self.replayer.stats.not_captured[reason] += 1
-        elif last is not None and last.is_like(now.key, now.watch) and last.stream.same_as(now.stream):
-            self._capture(now, uses)
-        else:
-            self._last = now
+            return
+        before = next((each for each in self._seen if each.is_like(now.key, now.watch)), None)
+        if before is not None:
+            self._seen.remove(before)
+            if before.stream.same_as(now.stream):
+                self._capture(now, uses)
+                return
+        self._seen = [now, *self._seen[: MAX_SEEN - 1]]
 
     def _capture(self, now: Captured, uses: Any) -> None:
         try:
@@ -190,7 +195,7 @@ class StepReplay:
     def abandon(self) -> None:
         """The step ended in an error. Harmless when it did not."""
         if self._now is not None:
-            self._now = self._last = None
+            self._now = None
             self.replayer.abandon()
 
     # -- data of the next step ---------------------------------------------------------------------------------------
@@ -200,15 +205,24 @@ class StepReplay:
         May be called while a step runs: each capture has two sets of host memory, used in turn.
         """
         self._ahead = None
-        if self._captured and self._captured[0].key[0] == settings:
-            capture = self._captured[0].capture
-            assert capture is not None
-            if not capture.dropped:
+        for captured in self._captured:
+            capture = captured.capture
+            if captured.key[0] == settings and capture is not None and not capture.dropped:
                 try:
                     _write(capture.inputs_ahead, batches)
                 except OutOfDeviceMemoryError:
                     return
                 self._ahead = capture, batches
+                return
+
+    def discard(self, reason: str) -> None:
+        """Drop all captures, and what could become one."""
+        self._ahead = None
+        self._seen.clear()
+        captured, self._captured = self._captured, []
+        for each in captured:
+            assert each.capture is not None
+            each.capture.drop(reason)
 
     # -- replaying ---------------------------------------------------------------------------------------------------
     def run(
@@ -232,7 +246,6 @@ class StepReplay:
             inputs[Input("parameters", i)][:] = values.pack()
         results = capture.submit()
         self.replayer.stats.replayed += 1
-        self._last = None
         engine.step_parameters = parameters[-1]
         engine.offloaded_bytes += captured.offloaded_bytes
         engine.restored_bytes += captured.restored_bytes
@@ -248,7 +261,12 @@ class StepReplay:
 
 def _identity(value: Any) -> Any:
     """An optimizer's setting; of its parameters and moments, which they are."""
-    return (id(value), tuple(value)) if isinstance(value, dict) else value
+    if type(value) is CountedDict:
+        return value.version
+    if not isinstance(value, dict):
+        return value
+    groups = [group if isinstance(group, tuple) else (group,) for group in value.values()]
+    return tuple(value), [[(id(each), getattr(each, "address", 0)) for each in group] for group in groups]
 
 
 def _write(inputs: dict[Input, Any], batches: Sequence[MicroBatch]) -> None:

@@ -84,7 +84,7 @@ class TrainingStep:
     replayed steps too. keep_gradients: leave the gradients in the parameters afterwards. fused_update: see FusedUpdate;
     the weights get the same bits.
 
-    On a Vulkan device a step that is the same as the two before it, but for its data, seed and learning rate, is
+    On a Vulkan device a step that is the same as two before it, but for its data, seed and learning rate, is
     submitted again instead of being recorded (docs/replay.md): same bits, no Python for any op.
 
     Raises BadInputError for a negative max_norm, a seed that is no whole number, or fused_update together with max_norm
@@ -144,6 +144,11 @@ class TrainingStep:
         if self._replay is not None:
             self._replay.prepare(self._settings(micro_batches), micro_batches)
         self._prepared = micro_batches, num_valid
+
+    def discard_captures(self) -> None:
+        """Record the next steps anew: to be called after changes that replay cannot notice (docs/replay.md)."""
+        if self._replay is not None:
+            self._replay.discard("discard_captures was called")
 
     def _num_valid(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Number of valid tokens. Raises BadInputError for what the model would not take."""

@@ -15,7 +15,7 @@ from replay_checks import CONFIG, Run, data
 
 from vkfold.engine.allocation_ledger import AllocationLedger
 from vkfold.engine.vulkan_engine import VulkanEngine
-from vkfold.nn import SGD, AdamW, GPTModel, TrainingStep
+from vkfold.nn import SGD, AdamW, GPTModel, TrainingStep, step_replay
 
 
 @pytest.fixture
@@ -134,8 +134,9 @@ def test_released_blocks_drop_captures(fresh: VulkanEngine) -> None:
     assert expected.results == run.results
 
 
-def test_nothing_leaks(fresh: VulkanEngine) -> None:
+def test_nothing_leaks(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures own bounded host memory and give it back; blocks in use are those of recorded steps."""
+    monkeypatch.setattr(step_replay, "MAX_CAPTURES", 4)
     for _ in range(2):
         run = Run(fresh)
         for n in range(24):
