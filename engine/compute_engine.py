@@ -44,8 +44,8 @@ class Rule:
         self.scratch = tuple(op.scratch(*specs, **settings))
         self.cost: Cost = op.cost(*specs, **settings)
         self.writes = tuple(op.written(len(specs), **settings))
-        self.ready: set[Any] = set()  # alignments of inputs for which the kernels are made; launcher.py
-        self.ready_aligned = False  # whether they are made for inputs that all start on 16 bytes
+        self.ready: set[Any] = set()  # alignments of inputs for which the kernels are compiled; launcher.py
+        self.ready_aligned = False  # whether they are compiled for inputs that all start on 16 bytes
         self.whole = whole_settings(op)  # names; 2.0 finds the rule of 2, and no kernel takes it
 
 

@@ -5,7 +5,7 @@ out writing it. A rule (fusion_rules.py) replaces two calls by one that moves fe
 everything that can still be read. Nothing about allocation changes: addresses, peaks and plans are those of the calls
 as they were made. VKFOLD_FUSION=0 switches it off; `engine.fusion.report()` says what it did.
 
-No call is lost. The engine makes a call's kernels before it comes into the window, so what is wrong with one is an
+No call is lost. The engine compiles a call's kernels before it comes into the window, so what is wrong with one is an
 error of the call itself. What fails at the launch all the same (an interrupt, no memory) leaves the call where it was,
 to be tried again; a call of which part is recorded, or that cannot be made at all, is given up, and what it should have
 made is never read.
@@ -181,8 +181,8 @@ def can_move(call: Call, across: Sequence[Call]) -> bool:
 class Launcher(Protocol):
     """What launches the calls: the engine.
 
-    launch_call: record it. can_launch: whether the kernels of a joint call can be made; makes them. give_up: these
-    calls will never be launched, because of an error. recorder: counts the commands it records.
+    launch_call: record it. can_launch: whether the kernels of a joint call can be compiled; compiles them. give_up:
+    these calls will never be launched, because of an error. recorder: counts the commands it records.
     """
 
     recorder: Recorder

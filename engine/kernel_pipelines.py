@@ -36,6 +36,11 @@ class KernelPipelines:
         self.by_kernel[kernel] = found
         return found
 
+    def compile(self, kernel: Kernel) -> None:
+        """See to it that `make` will have SPIR-V. Raises what it would raise for a kernel that cannot be made."""
+        if self._recipe(kernel) not in self._ahead:
+            spirv_for(self._text(kernel))
+
     def recipes(self, used: Iterable[Pipeline]) -> list[Recipe]:
         """How to make these pipelines again."""
         wanted = set(map(id, used))

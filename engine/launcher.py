@@ -1,4 +1,4 @@
-"""Launches the calls that fusion held back: their kernels made before, joint calls tried first, failures noted."""
+"""Launches the calls that fusion held back: their kernels compiled before, joint calls tried first, failures noted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rehearse = Callable[[Op, Sequence[Tensor | None], Sequence[Tensor], Any], None]
 
 
 class OpLauncher:
-    """What an engine's calls go through. launch_call: records one. rehearse: makes what recording an op will need."""
+    """What an engine's calls go through. launch_call: records one. rehearse: compiles what recording one will need."""
 
     def __init__(self, engine: VulkanEngine, launch_call: Callable[[Call], None], rehearse: Rehearse) -> None:
         self.recorder = engine.recorder
@@ -33,7 +33,7 @@ class OpLauncher:
     def make_ready(
         self, op: Op, rule: Rule, inputs: Sequence[Tensor | None], made: Sequence[Tensor], settings: Any
     ) -> None:
-        """Make the kernels of a call, unless calls of the kind came before. Raises what recording it would raise."""
+        """Compile the kernels of a call, unless calls of the kind came before. Raises what recording it would raise."""
         alignment = tuple([0 if t is None else t.address & 15 for t in inputs])
         if alignment not in rule.ready:
             self._rehearse(op, inputs, made, settings)
@@ -42,7 +42,7 @@ class OpLauncher:
                 rule.ready_aligned = True
 
     def can_launch(self, call: Call) -> bool:
-        """Whether the kernels of a joint call can be made; makes them."""
+        """Whether the kernels of a joint call can be compiled; compiles them."""
         addresses, key = 0, call.identity
         for tensor in call.inputs:
             if tensor is not None:

@@ -129,7 +129,7 @@ class Recorder:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Nothing is recorded inside: an op's launch only makes the pipelines it needs, and checks its arguments."""
+        """Nothing is recorded inside: an op's launch only compiles what it needs, and checks its arguments."""
         try:
             self.rehearsing = True
             yield
@@ -147,7 +147,12 @@ class Recorder:
             if num_groups == 0:
                 return
             raise ValueError(f"kernel {kernel.name!r}: {num_groups} workgroups; it must be 0 to 2^32 - 1")
-        pipeline = self._by_kernel.get(kernel) or self.pipelines.make(kernel)
+        pipeline = self._by_kernel.get(kernel)
+        if pipeline is None:
+            if self.rehearsing:
+                self.pipelines.compile(kernel)
+            else:
+                pipeline = self.pipelines.make(kernel)
         values = []
         for arg in args:
             kind = type(arg)

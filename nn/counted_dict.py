@@ -25,7 +25,7 @@ class CountedDict(dict[K, V], Generic[K, V]):
         self.version = next(_versions)
         super().__delitem__(key)
 
-    def __ior__(self, other: Any) -> Any:
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
         self.version = next(_versions)
         return super().__ior__(other)
 

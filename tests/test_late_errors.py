@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from vkfold.engine.expr import variables
 from vkfold.engine.fold import FoldSpec, State, Walk
 from vkfold.engine.fusion_map_op import FusedMapOp
 from vkfold.engine.glsl_compiler import CompilerUnavailableError, GlslCompileError
+from vkfold.engine.kernel import Kernel
 from vkfold.engine.ops.attention_qkv import ATTENTION_QKV
 from vkfold.engine.ops.scale import SCALE
 from vkfold.engine.ops.softmax import SOFTMAX
@@ -56,11 +58,21 @@ class Fault:
         monkeypatch.setattr(op, "launch", faulty)
 
 
-def test_a_kernel_that_does_not_compile_is_an_error_of_its_own_call(engine: VulkanEngine) -> None:
+def test_a_kernel_that_does_not_compile_is_an_error_of_its_own_call(
+    engine: VulkanEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row, s = variables("row s")
-    walk = Walk([State("s", "sum", row), State("s", "max", row)])  # two states of one name
+    walk = Walk([State("s", "sum", row * 0.71875)])
     bad = FoldSpec("twice", inputs={"row": "row"}, walks=[walk], values={"o": s}, elements={"z": row * 2.0})
     a = engine.tensor(ROW)
+    glsl = Kernel.glsl.func
+
+    def broken(kernel: Kernel) -> str:
+        return glsl(kernel).replace("void main", "nonsense main") if "twice" in kernel.name else glsl(kernel)
+
+    spoiled = cached_property(broken)
+    spoiled.__set_name__(Kernel, "glsl")
+    monkeypatch.setattr(Kernel, "glsl", spoiled)
     before = live_bytes(engine)
     for _ in range(2):
         with pytest.raises(GlslCompileError, match="twice"):
