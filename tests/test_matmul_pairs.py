@@ -48,7 +48,7 @@ def used(engine: VulkanEngine) -> set[str]:
 @pytest.mark.parametrize("swapped", ["", "_swapped"])
 @pytest.mark.parametrize(
     ("m", "n", "k"),
-    # the last: groups of eight rows of tiles, one of them not full, by three columns; lines touched in two batches of three
+    # the last: groups of eight rows of tiles, one not full, by three columns; lines touched in two batches of three
     [(66, 130, 64), (34, 258, 36), (128, 64, 200), (2, 1030, 128), (298, 130, 132)],
 )
 def test_same_bits(

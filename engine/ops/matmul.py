@@ -14,7 +14,7 @@ from ..dtypes import rounded
 from ..expr import Expr
 from ..expr_numpy import evaluate
 from ..expr_walk import topological
-from ..input_checks import require_tensors
+from ..input_checks import described, require_tensors
 from ..kernel import Kernel
 from ..matmul_choice import MatmulChooser
 from ..matmul_variants import PRECISIONS, SUBGROUP_SIZES, Product, all_variants, rounded_variants
@@ -282,6 +282,8 @@ def matmul(
     Raises ValueError for shapes or types that do not fit, for accumulate without out, for an out that overlaps an
     input, and for an epilogue with an activation, without SUM, or with other names than there are values.
     """
+    if operands is not None and not isinstance(operands, Mapping):
+        raise TypeError(f"matmul: operands is {described(operands)}, needed are tensors and numbers by name")
     if epilogue is not None or operands:
         require_tensors("matmul", a=a, b=b)
         if activation is not None:
