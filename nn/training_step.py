@@ -129,6 +129,7 @@ class TrainingStep:
         self.fused_update = fused_update
         self._prepared: tuple[Sequence[MicroBatch], int] | None = None
         self._while_running: Callable[[], object] | None = None  # of the call under way
+        self._in_meanwhile = False
         self._replay: StepReplay | None = None
         if getattr(model.engine, "replayer", None) is not None and hasattr(model, "check_batch"):
             self._replay = StepReplay(model, optimizer)
@@ -176,8 +177,13 @@ class TrainingStep:
 
         When no label is valid at all, warns, runs nothing, and leaves weights, moments and their count unchanged.
         Raises BadInputError for an empty list, what is no pair of arrays, several micro-batches with a fused update, a
-        rate that is negative or not finite, and a step that is no whole number of 32 bits.
+        rate that is negative or not finite, and a step that is no whole number of 32 bits; RuntimeError when called by
+        its own while_running.
         """
+        if self._in_meanwhile:
+            raise RuntimeError(
+                "while_running calls the step that is running: it may prepare the next step's data alone"
+            )
         if self.fused_update and len(micro_batches) > 1:
             raise BadInputError(
                 f"a fused update cannot accumulate {len(micro_batches)} micro-batches: gradients are complete only in "
@@ -285,9 +291,19 @@ class TrainingStep:
             self.on_pools(phase, micro_batch, stats)
 
     def _meanwhile(self) -> Callable[[], object] | None:
-        """`while_running` of the call under way, once."""
+        """`while_running` of the call under way, once; no step may be made in it."""
         meanwhile, self._while_running = self._while_running, None
-        return meanwhile
+        if meanwhile is None:
+            return None
+
+        def guarded() -> None:
+            try:
+                self._in_meanwhile = True
+                meanwhile()
+            finally:
+                self._in_meanwhile = False
+
+        return guarded
 
     def _run_meanwhile(self) -> None:
         meanwhile = self._meanwhile()

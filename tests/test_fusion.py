@@ -70,16 +70,49 @@ def test_training_is_equal_to_the_bit_and_every_rule_fires_in_every_layer(
     for name, value in plain.items():
         assert np.array_equal(value, fused[name]), name
     assert stats == plain_stats  # not one allocation more or less
-    saved = sum(fired.launches_saved for fired in report.values())
-    print(f"\n{kind}, dropout {dropout}: {num_calls} ops a step in {num_calls - saved} launches")
-    for rule, fired in report.items():
-        print(f"  {rule:22} {fired.times:3} times, bytes {fired.bytes_before:9,} -> {fired.bytes_after:9,}")
-        assert fired.bytes_after < fired.bytes_before
+    show(f"{kind}, dropout {dropout}: {{}} ops a step in {{}} launches", report, num_calls)
     expected = {"residual + norm", "elementwise neighbours", "norm + matmul"}
     expected |= {"matmul + bias"} if kind == "gpt" else set()
     expected |= {"matmul + elementwise"} if dropout else {"matmul + residual"}
     for rule in expected:
         assert report[rule].times >= 2 * NUM_LAYERS, rule  # two micro-batches
+
+
+def show(title: str, report: dict, num_calls: int) -> None:
+    """Print how often each rule fired, and see that it lowered the bytes."""
+    saved = sum(fired.launches_saved for fired in report.values())
+    print("\n" + title.format(num_calls, num_calls - saved))
+    for rule, fired in report.items():
+        print(f"  {rule:22} {fired.times:3} times, bytes {fired.bytes_before:9,} -> {fired.bytes_after:9,}")
+        assert fired.bytes_after < fired.bytes_before
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_forward_without_backward_joins_matmuls_and_activations(engine: VulkanEngine, kind: str) -> None:
+    """Where nothing is kept for backward, nobody else reads what comes before the activation."""
+    config = GPTConfig(vocab_size=50, d_model=24, num_heads=4, num_layers=NUM_LAYERS, max_seq_len=9, **MODELS[kind])
+    model = GPTModel(engine, config, seed=1)
+    model.set_training(False)
+    tokens = np.random.default_rng(0).integers(0, 50, (2, 9))
+    reports = []
+
+    def call(engine: VulkanEngine) -> list[np.ndarray]:
+        engine.flush_batch()
+        if engine.fusion is not None:
+            engine.fusion.reset_report()
+        logits = model.forward(tokens).numpy()
+        if engine.fusion is not None:
+            reports.append((engine.fusion.report(), engine.fusion.num_calls))
+        return [logits]
+
+    check_same(engine, call)
+    report, num_calls = reports[0]
+    show(f"{kind}, forward alone: {{}} ops in {{}} launches", report, num_calls)
+    expected = {"matmul + residual": 2}  # a layer
+    if kind == "gpt":
+        expected |= {"matmul + activation": 1, "matmul + bias": 4}
+    for rule, times in expected.items():
+        assert report[rule].times == times * NUM_LAYERS, rule
 
 
 def test_matmul_takes_bias_activation_and_residual(engine: VulkanEngine) -> None:

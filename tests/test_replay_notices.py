@@ -136,3 +136,19 @@ def test_position_ids_are_kept_for_some_lengths(vulkan: VulkanEngine, monkeypatc
     assert model._positions(2, 7).numpy().tolist() == [list(range(7))] * 2
     assert vulkan.pool_stats()["parameter"].live_bytes == live
     del model
+
+
+@pytest.mark.parametrize("replay", ["0", "1"])
+def test_a_step_is_not_made_within_itself(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch, replay: str) -> None:
+    """The results of the outer one lie where the inner one's would."""
+    monkeypatch.setenv("VKFOLD_REPLAY", replay)
+    run = Run(vulkan)
+    run.steps(4)
+
+    def again() -> None:
+        run.step()
+
+    with pytest.raises(RuntimeError, match="while_running calls the step that is running"):
+        run.training_step([data(4)], step=4, learning_rate=1e-2, while_running=again)
+    run.steps(2)
+    assert run.results[-1].replayed is (replay == "1")
