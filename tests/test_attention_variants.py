@@ -320,7 +320,8 @@ def test_a_wrong_variant_is_barred_and_the_next_best_taken(
     call = next(call for call in attention_calls(1, 4, 33, 64, 2) if call.fold.name == wrong)
     chooser.table.note_times(call.key, {"rows2": 1.0, "rows4": 3.0, "rows1": 2.0})
     assert equal(attention(fresh, 33, 64), expected)
-    (barred,) = chooser.table.barred
+    barred = min(chooser.table.barred)
+    assert set(chooser.table.barred) == {barred, *[f"{barred}_pairs"] * fresh.recorder.in_words}
     assert barred == f"{wrong}_64_{device_tile(chooser.device, 2).name}"
     assert f"block_fold variant {barred} is barred on this device" in caplog.text
     assert "words differ from rows1, the first at " in caplog.text
@@ -342,6 +343,36 @@ def test_each_kernel_is_checked_once(fresh: VulkanEngine, monkeypatch: pytest.Mo
         monkeypatch.setattr(table, "note_checked", lambda kernel: pytest.fail(f"{kernel} was checked again"))
         attention(second, 70, 64)
         attention(second, 90, 64, window=3)
+
+
+def test_wrong_pairs_are_read_one_by_one(
+    fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kernels that read two elements at a time are compared with the base variant that does not, rows1 too; where one
+    is wrong its variant goes on without."""
+
+    def damaged(fold: BlockFold, head_dim: int, tile: Tile, *, continues: bool = False, suffix: str = "") -> Kernel:
+        kernel = block_fold_kernel(fold, head_dim, tile, continues=continues, suffix=suffix)
+        old, new = DAMAGES["attention_forward"]
+        if fold.name == "attention_forward" and tile.width == 2:
+            assert old in kernel._source
+            kernel._source = kernel._source.replace(old, new)
+        return kernel
+
+    with forced_variant("rows1", "attention"):
+        expected = attention(fresh)
+        table = BlockFoldChooser.of(fresh.recorder).table
+        assert len(table.checked) == 3 * fresh.recorder.in_words and not table.barred
+    table.checked.clear()
+    BlockFoldChooser.of(fresh.recorder).plans.clear()
+    for module in (block_fold_dispatch, block_fold_check):
+        monkeypatch.setattr(module, "kernel_of", damaged)
+    for rows in (1, 2):
+        with forced_variant(f"rows{rows}", "attention"):
+            assert equal(attention(fresh), expected)
+    pairs = [f"attention_forward_12_r{rows}_pairs" for rows in (1, 2)]
+    assert sorted(table.barred) == (pairs if fresh.recorder.in_words else [])
+    assert ("is barred" in caplog.text) == fresh.recorder.in_words
 
 
 def test_kernels_that_go_on_are_checked(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:

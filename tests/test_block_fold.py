@@ -20,7 +20,7 @@ from vkfold.engine.expr import equal, exp, maximum, uniform, variable, variables
 from vkfold.engine.fold import State, Walk
 from vkfold.engine.kernel import Kernel
 from vkfold.engine.ops import block_fold_dispatch, block_fold_launch
-from vkfold.engine.ops.block_fold_dispatch import plan_block_fold
+from vkfold.engine.ops.block_fold_dispatch import fitted, plan_block_fold
 from vkfold.engine.variant_choice import forced_variant
 from vkfold.engine.vulkan_engine import VulkanEngine
 
@@ -234,6 +234,15 @@ def test_groups_and_positions(
         assert all(np.array_equal(a, b) for a, b in zip(made, again, strict=True))
 
 
+def use_tile(monkeypatch: pytest.MonkeyPatch, tile: Tile) -> None:
+    """Every block fold takes this tile, as its call can have it, unchecked."""
+    monkeypatch.setattr(
+        block_fold_launch,
+        "_plan",
+        lambda gpu, call, aligned: plan_block_fold(gpu, call, fitted(gpu, call, tile, aligned)),
+    )
+
+
 @pytest.mark.parametrize("dim", [5, 12])
 def test_kernels_of_other_drivers_have_the_same_bits(
     vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch, dim: int
@@ -245,9 +254,7 @@ def test_kernels_of_other_drivers_have_the_same_bits(
         monkeypatch.setattr(vulkan.recorder, "in_words", words)
         for loops in LOOPS:
             tile = Tile(min(vulkan.recorder.subgroup_size, 8), 1, loops)
-            monkeypatch.setattr(
-                block_fold_launch, "_plan", lambda gpu, call, tile=tile: plan_block_fold(gpu, call, tile)
-            )
+            use_tile(monkeypatch, tile)
             results.append(on(vulkan, SQUARED, arrays))
     assert all(np.array_equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
@@ -270,7 +277,7 @@ def test_without_a_compiler_loops_stay_rolled(vulkan: VulkanEngine, monkeypatch:
     """Written-out kernels are not shipped: where they cannot be compiled, one with the same bits stands in."""
     arrays = {"q": normal(1, 20, 2, 8), "k": normal(1, 31, 2, 8), "v": normal(1, 31, 2, 8, seed=1)}
     tile = Tile(min(vulkan.recorder.subgroup_size, 8), 2, "written")
-    monkeypatch.setattr(block_fold_launch, "_plan", lambda gpu, call: plan_block_fold(gpu, call, tile))
+    use_tile(monkeypatch, tile)
     kernels = launched(vulkan, monkeypatch)
     made = on(vulkan, SQUARED, arrays)
     monkeypatch.setattr(block_fold_dispatch, "is_available", lambda kernel: "written" not in kernel.name)

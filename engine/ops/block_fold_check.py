@@ -10,7 +10,7 @@ from ..block_fold_call import BlockCall, BlockSizes
 from ..block_fold_choice import BlockFoldChooser, family_of
 from ..block_fold_glsl import Tile, strides_of
 from ..block_fold_variants import TileVariant
-from .block_fold_dispatch import heads_a_dispatch, kernel_of, plan_block_fold, run_block_fold
+from .block_fold_dispatch import fitted, heads_a_dispatch, kernel_of, plan_block_fold, run_block_fold
 
 if TYPE_CHECKING:
     from ..recorder import Recorder
@@ -18,21 +18,33 @@ if TYPE_CHECKING:
 _GUARD = 64  # words around every operand
 
 
-def checked(gpu: Recorder, chooser: BlockFoldChooser, call: BlockCall, choice: TileVariant) -> bool:
-    """Whether a variant's kernels for a call are known to be right; compares them now when that is not known, and bars
-    the variant when one is wrong."""
-    base = family_of(chooser.device, call)[-1]
-    if choice == base:
+def right_tile(
+    gpu: Recorder, chooser: BlockFoldChooser, call: BlockCall, choice: TileVariant, *, aligned: bool
+) -> Tile | None:
+    """A variant's tile as a call can have it and as it is known to be right: with elements read in pairs, else one by
+    one. None when the variant is barred, which it is by now if it was found wrong. aligned: as for `fitted`."""
+    for in_pairs in (aligned, False):
+        tile = fitted(gpu, call, choice.tile, in_pairs)
+        name = choice.barred_as + "_pairs" * (tile.width == 2)
+        if name not in chooser.table.barred and _checked(gpu, chooser, call, tile, name):
+            return tile
+    return None
+
+
+def _checked(gpu: Recorder, chooser: BlockFoldChooser, call: BlockCall, tile: Tile, name: str) -> bool:
+    """Whether a tile's kernels for a call are right: known, or compared now; wrong ones are barred by this name."""
+    base = fitted(gpu, call, family_of(chooser.device, call)[-1].tile, aligned=False)
+    if tile == base:
         return True
-    several = heads_a_dispatch(call, choice.tile) < call.group
+    several = heads_a_dispatch(call, tile) < call.group
     for continues in (False, True)[: 1 + several]:
-        kernel = kernel_of(call.fold, choice.head_dim, choice.tile, continues=continues, suffix=call.suffix)
+        kernel = kernel_of(call.fold, call.sizes.head_dim, tile, continues=continues, suffix=call.suffix)
         known = f"{kernel.name} {kernel.digest[:12]}"  # folds of one name may differ
         if known in chooser.table.checked:
             continue
-        wrong = _compare(gpu, call, choice, base, continues)
+        wrong = _compare(gpu, call, tile, base, continues)
         if wrong:
-            chooser.bar(choice.barred_as, wrong)
+            chooser.bar(name, wrong)
             return False
         chooser.table.note_checked(known)
     return True
@@ -52,22 +64,22 @@ def _cases(call: BlockCall, lanes: int, rows: int) -> list[BlockCall]:
     return [first, case._replace(given=("key_lengths", "documents"))]
 
 
-def _compare(gpu: Recorder, call: BlockCall, choice: TileVariant, base: TileVariant, continues: bool) -> str:
+def _compare(gpu: Recorder, call: BlockCall, tile: Tile, base: Tile, continues: bool) -> str:
     """What differs, in words; "" when nothing does. Inputs and what lies between operands must stay as they are."""
-    for case in _cases(call, gpu.subgroup_size, choice.tile.rows):
+    for case in _cases(call, gpu.subgroup_size, tile.rows):
         starts, total = {}, _GUARD
         for name, size in case.elements().items():
             starts[name] = total
             total += -(-size // 4) * 4 + _GUARD
         begin = _words(case, starts, total)
-        got, expected = (_memory_after(gpu, case, v.tile, continues, begin, starts) for v in (choice, base))
+        got, expected = (_memory_after(gpu, case, t, continues, begin, starts) for t in (tile, base))
         equal = (got.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(got) & np.isnan(expected))
         differs = np.flatnonzero(~equal)
         if len(differs):
             word = int(differs[0])
             name = [name for name, start in starts.items() if start <= word + _GUARD // 2][-1]
-            values = f"{got[word]!r} instead of {expected[word]!r}"
-            return f"{len(differs)} words differ from {base.name}, the first at {name}[{word - starts[name]}]: {values}"
+            values = f"{name}[{word - starts[name]}]: {got[word]!r} instead of {expected[word]!r}"
+            return f"{len(differs)} words differ from rows{base.rows}, the first at {values}"
     return ""
 
 

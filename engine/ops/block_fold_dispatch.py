@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
 
 from ..block_fold_call import BlockCall
 from ..block_fold_glsl import Tile, block_fold_kernel, block_rows
@@ -33,42 +33,43 @@ def heads_a_dispatch(call: BlockCall, tile: Tile) -> int:
 class BlockPlan(NamedTuple):
     """All of a call's dispatches but pointers and scalars.
 
-    kernels: each with the members of a group that it folds, where there are groups. in_pairs: the same that read two
-    elements of a streamed row at a time; none where they cannot. streamed: the pointers of those rows. sizes: numbers
-    they all take.
+    kernels: each with the members of a group that it folds, where there are groups. sizes: numbers they all take.
     """
 
     kernels: tuple[tuple[Kernel, tuple[int, ...]], ...]
-    in_pairs: tuple[tuple[Kernel, tuple[int, ...]], ...]
-    streamed: slice
     num_groups: int
     sizes: tuple[int, ...]
+
+
+def fitted(gpu: Recorder, call: BlockCall, tile: Tile, aligned: bool) -> Tile:
+    """The tile as this call can have it; none of it changes a bit.
+
+    On lavapipe streamed rows are read in pairs where head_dim, strides and addresses are even. Text that is written out
+    is not shipped: where there is no compiler, loops stay rolled. aligned: streamed rows begin on 8 bytes.
+    """
+    head_dim = call.sizes.head_dim
+    if tile.loops == "written" and not is_available(kernel_of(call.fold, head_dim, tile, suffix=call.suffix)):
+        return tile._replace(loops="rolled", rows=ROLLED_ROWS)
+    even = aligned and not any(size % 2 for size in (head_dim, *call.strides))
+    return tile._replace(width=2) if even and gpu.in_words and tile.loops == "unrolled" else tile
 
 
 def plan_block_fold(gpu: Recorder, call: BlockCall, tile: Tile, *, continues: bool = False) -> BlockPlan:
     """The dispatches of a call with this tile, which changes no bit.
 
-    On lavapipe streamed rows are read in pairs where head_dim, strides and addresses are even. Text that is written out
-    is not shipped: where there is no compiler, loops stay rolled.
     continues: sums go on from what their outputs hold, as they do from the second dispatch on.
     """
     fold, sizes = call.fold, call.sizes
-    if tile.loops == "written" and not is_available(kernel_of(fold, sizes.head_dim, tile, suffix=call.suffix)):
-        tile = tile._replace(loops="rolled", rows=ROLLED_ROWS)
-    even = not any(size % 2 for size in (sizes.head_dim, *call.strides))
     tiles = -(-sizes.num_held // (gpu.subgroup_size * tile.rows))
     heads = call.many_heads | min(sizes.held_heads, sizes.streamed_heads) << 16
     numbers = (sizes.num_held, sizes.num_streamed, heads, *call.strides, call.flags)
     step = heads_a_dispatch(call, tile)
-    kernels, in_pairs = [], []
+    kernels = []
     for first in range(0, call.group, step):
         members = (first | min(step, call.group - first) << 16,) if fold.shared == "held" else ()
-        more: dict[str, Any] = {"continues": continues or first > 0, "suffix": call.suffix}
-        kernels.append((kernel_of(fold, sizes.head_dim, tile, **more), members))
-        if even and gpu.in_words and tile.loops == "unrolled":
-            in_pairs.append((kernel_of(fold, sizes.head_dim, tile._replace(width=2), **more), members))
-    streamed = slice(len(fold.held), len(fold.held) + len(fold.streamed))
-    return BlockPlan(tuple(kernels), tuple(in_pairs), streamed, tiles * sizes.batch * sizes.held_heads, numbers)
+        kernel = kernel_of(fold, sizes.head_dim, tile, continues=continues or first > 0, suffix=call.suffix)
+        kernels.append((kernel, members))
+    return BlockPlan(tuple(kernels), tiles * sizes.batch * sizes.held_heads, numbers)
 
 
 def run_block_fold(
@@ -79,11 +80,14 @@ def run_block_fold(
     """
     some = next(pointer for pointer in reversed(pointers) if pointer is not None)  # nobody looks behind it
     arguments = [some if pointer is None else pointer for pointer in pointers]
-    kernels = plan.in_pairs
-    if not kernels or any(_address(pointer) % 8 for pointer in pointers[plan.streamed]):
-        kernels = plan.kernels
-    for kernel, members in kernels:
+    for kernel, members in plan.kernels:
         gpu.dispatch(kernel, plan.num_groups, *arguments, *plan.sizes, *scalars, *members)
+
+
+def are_aligned(call: BlockCall, pointers: Sequence[Pointer | None]) -> bool:
+    """Whether the streamed rows all begin on 8 bytes."""
+    first = len(call.fold.held)
+    return not any(_address(pointer) % 8 for pointer in pointers[first : first + len(call.fold.streamed)])
 
 
 def _address(pointer: Pointer | None) -> int:

@@ -14,8 +14,16 @@ from ..block_fold_variants import device_tile, family_rows
 from ..kernel import Kernel
 from ..matmul_variants import Capabilities
 from ..op import Op
-from .block_fold_check import checked
-from .block_fold_dispatch import ROLLED_ROWS, BlockPlan, Pointer, kernel_of, plan_block_fold, run_block_fold
+from .block_fold_check import right_tile
+from .block_fold_dispatch import (
+    ROLLED_ROWS,
+    BlockPlan,
+    Pointer,
+    are_aligned,
+    kernel_of,
+    plan_block_fold,
+    run_block_fold,
+)
 
 if TYPE_CHECKING:
     from ..recorder import Recorder
@@ -50,15 +58,16 @@ class BlockFoldCalls(Op):
         raise NotImplementedError
 
 
-def _plan(gpu: Recorder, call: BlockCall) -> BlockPlan:
+def _plan(gpu: Recorder, call: BlockCall, aligned: bool) -> BlockPlan:
     """Choose a variant that is known to be right, and work out its dispatches. Kept, since steps repeat."""
     chooser = BlockFoldChooser.of(gpu)
-    key = (call, chooser.forced(op_of(call.fold.name)), switches.raw("VKFOLD_TUNE"))
+    key = (call, aligned, chooser.forced(op_of(call.fold.name)), switches.raw("VKFOLD_TUNE"))
     plan: BlockPlan | None = chooser.plans.get(key)
     while plan is None:
         choice = chooser.choose(call)
-        if checked(gpu, chooser, call, choice):
-            plan = chooser.plans[key] = plan_block_fold(gpu, call, choice.tile)
+        tile = right_tile(gpu, chooser, call, choice, aligned=aligned)
+        if tile is not None:
+            plan = chooser.plans[key] = plan_block_fold(gpu, call, tile)
     return plan
 
 
@@ -70,4 +79,4 @@ def launch_block_fold(
     pointers: inputs in the order of `tensor_inputs`, then rows, then values; None for an input that is not given.
     scalars: the fold's, in order.
     """
-    run_block_fold(gpu, _plan(gpu, call), pointers, scalars)
+    run_block_fold(gpu, _plan(gpu, call, are_aligned(call, pointers)), pointers, scalars)

@@ -9,7 +9,7 @@ from ..block_fold_choice import BlockFoldChooser, family_of
 from ..block_fold_variants import TileVariant, worth_measuring
 from ..recorder import Recorder
 from ..tuner import HALF, Measured, keep_times, measure_in_turns
-from .block_fold_check import checked
+from .block_fold_check import right_tile
 from .block_fold_dispatch import Pointer, plan_block_fold, run_block_fold
 
 
@@ -23,8 +23,9 @@ def tune_block_fold(gpu: Recorder, call: BlockCall, *, rounds: int = 5) -> Measu
     chooser = BlockFoldChooser.of(gpu)
     sizes = call.sizes
     worth = worth_measuring(chooser.device, family_of(chooser.device, call), sizes.num_held)
-    usable = [choice for choice in worth if choice.barred_as not in chooser.table.barred]
-    usable = [choice for choice in usable if checked(gpu, chooser, call, choice)]
+    tiles = {
+        choice: tile for choice in worth if (tile := right_tile(gpu, chooser, call, choice, aligned=True)) is not None
+    }
     keys = call.queries_and_keys[1]
     masks = {
         "key_lengths": np.full(sizes.batch, keys, np.int32),
@@ -46,11 +47,11 @@ def tune_block_fold(gpu: Recorder, call: BlockCall, *, rounds: int = 5) -> Measu
                 aside.fill_buffer(buffer, 0, nbytes, HALF)
             pointers.append(buffer.address)
         aside.op_work = float(call.flops)
-        plans = {choice: plan_block_fold(aside, call, choice.tile) for choice in usable}
+        plans = {choice: plan_block_fold(aside, call, tile) for choice, tile in tiles.items()}
 
         def record(choice: TileVariant) -> None:
             run_block_fold(aside, plans[choice], pointers, [0.5] * len(call.fold.scalars))
 
-        return keep_times(chooser, Measured(call.key, measure_in_turns(aside, usable, record, rounds=rounds)))
+        return keep_times(chooser, Measured(call.key, measure_in_turns(aside, list(plans), record, rounds=rounds)))
     finally:
         aside.close()
