@@ -35,8 +35,9 @@ def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_second_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with VulkanEngine() as engine:
         before, in_steps, losses = run(engine)
-        assert before == 0 and in_steps > 10
-        assert len(list((tmp_path / "programs").iterdir())) == 1
+        (file,) = (tmp_path / "programs").iterdir()
+        known = len(load_recipes(file))
+        assert before == 0 and 10 < known <= in_steps  # others served to compare variants with, once on a device
 
     def compile_again(text: str, name: str) -> bytes:
         raise AssertionError(f"{name} is compiled in the second run")
@@ -44,24 +45,24 @@ def test_the_second_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kernel_registry, "compile_glsl", compile_again)
     monkeypatch.setattr(kernel_registry, "_loaded", {})
     with VulkanEngine() as engine:
-        assert run(engine) == (in_steps, 0, losses)
-        assert run(engine) == (in_steps, 0, losses), "a second model of the kind needs nothing more"
+        assert run(engine) == (known, 0, losses)
+        assert run(engine) == (known, 0, losses), "a second model of the kind needs nothing more"
 
 
 def test_what_is_remembered_is_not_trusted(tmp_path: Path) -> None:
     """A damaged file, kernels that are gone and sizes no device takes are made when first used, or not at all."""
     with VulkanEngine() as engine:
-        _, in_steps, losses = run(engine)
+        _, _, losses = run(engine)
     (file,) = (tmp_path / "programs").iterdir()
     good = load_recipes(file)
-    assert len(good) == in_steps
+    known = len(good)
     bad = [good[0]._replace(digest="0" * 32), good[1]._replace(local_size=10**6)]
     for text in ("", "{", "[1, 2]", '[["a"]]', '[["a", 1, "x", 4, null]]', "null"):
         file.write_text(text)
         assert load_recipes(file) == []
     save_recipes(file, [*bad, *good[2:]])
     with VulkanEngine() as engine:
-        assert run(engine) == (in_steps - 2, 2, losses)
+        assert run(engine) == (known - 2, 2, losses)
     with VulkanEngine() as engine:
         assert run(engine, GPTConfig(13, 8, 8, 2, 1, d_ff=12))[0] == 0, "another program"
 
