@@ -25,6 +25,8 @@ from .recompute_check import RecomputeCheck
 from .rms_norm import Stats
 from .rope import Rope
 
+_UNSIGNED: dict[int, np.dtype[np.unsignedinteger]] = {4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}  # by item size
+
 HEAD = "head"
 MAX_LENGTHS = 16  # of sequences, whose position ids are kept from step to step
 
@@ -262,9 +264,13 @@ class GPTModel(Layer):
         if tokens.dtype.kind not in "iu":
             raise BadInputError(f"tokens must be integers, got {tokens.dtype}")
         highest = self.config.vocab_size - 1
-        if tokens.itemsize >= 4:  # as unsigned numbers negative ones are the largest: mostly all that must be looked at
-            wrong = int(np.count_nonzero(tokens.view(tokens.dtype.str.replace("i", "u")) > highest))
-            if not wrong or (ignore and wrong == np.count_nonzero(tokens == IGNORE_INDEX)):
+        if tokens.itemsize >= 4 and tokens.dtype.isnative:
+            # As unsigned numbers negative ones are the largest: mostly all that must be looked at.
+            unsigned = tokens.view(_UNSIGNED[tokens.itemsize])
+            if np.maximum.reduce(unsigned, axis=None) <= highest:
+                return 0
+            wrong = int(np.count_nonzero(unsigned > highest))
+            if ignore and wrong == np.count_nonzero(tokens == IGNORE_INDEX):
                 return wrong
         looked_at = tokens[tokens != IGNORE_INDEX] if ignore else tokens
         if looked_at.size and (looked_at.min() < 0 or looked_at.max() > highest):
