@@ -10,7 +10,8 @@ one number a held row (`State` of engine/fold.py), and to sums of streamed rows,
 
 The kernel is printed by engine/block_fold_glsl.py, `BlockFold.reference` is the same in NumPy.
 
-Order of accumulation: a product is one fma chain over the dimensions. A block is `block_rows` streamed rows, the first
+Order of accumulation: in a product each of up to 8 lanes goes over its own dimensions, from the first on, by fma; then
+the lanes' sums are added in halves (shaders/block_fold.glsl). A block is two streamed rows, the first
 one's number a multiple of that. In each block come the maxima of all its pairs, then the sum of a state's contributions
 in order, which is added to the state (brought to the new maximum by its `aligned`, where it has one: by fma), then the
 streamed rows in order into the sums by fma, after their factor. It is a function of the head dimension and the device.

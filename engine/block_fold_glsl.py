@@ -12,43 +12,37 @@ from .expr import Expr, constant, variable
 from .expr_glsl import glsl_includes, glsl_statements
 from .expr_simplify import simplify
 from .expr_walk import named, substitute
-from .fold_glsl import plus, scoped
+from .fold_glsl import indented, plus, scoped
 from .kernel import Kernel, read_shader
-from .register_loops import Braces, Lines, as_loops, loop, written_out
 
-LOOPS = ("unrolled", "rolled", "written")  # by the driver; not at all: registers lie in memory; in the text
+# Streamed rows in one block: part of the accumulation order. Few, so that a block's code stays small: four kept
+# SwiftShader's compiler busy for minutes.
+BLOCK_ROWS = 2
 OPTIONAL_SHIFT = 28  # of `flags`: bits that say which optional numbers are given
 
 
 class Tile(NamedTuple):
     """How a kernel cuts its work. No choice but `spread`, which the device gives, changes a bit of the results.
 
-    spread: lanes that share the loads of a block. rows: held rows a lane. loops: one of LOOPS. width: elements a
-    load, 1 or 2.
+    spread: lanes that share rows. rows: held rows a lane. rolled: loops are left to the driver, for one that takes too
+    long to unroll them. words: for lavapipe: rows are read two neighbours at a time, where lanes hold such,
+    and fetched into caches ahead.
     """
 
     spread: int
     rows: int
-    loops: str
-    width: int = 1
-
-    def chunk(self, head_dim: int) -> int:
-        """Dimensions that the lanes load together."""
-        return self.spread // block_rows(head_dim, self.spread) * self.width
+    rolled: bool = False
+    words: bool = False
 
     @property
     def name(self) -> str:
         """What it adds to a kernel's name."""
-        return f"r{self.rows}{'' if self.loops == LOOPS[0] else '_' + self.loops}"
+        return f"r{self.rows}{'_rolled' * self.rolled}"
 
 
-def block_rows(head_dim: int, spread: int) -> int:
-    """Streamed rows in one block: part of the accumulation order, so a function of head_dim and device.
-
-    Few, so that products and weights of a block stay in registers beside the tile: two took 0.6 of the time of four
-    at head_dim 64 on lavapipe 22.3.
-    """
-    return min(spread, 4 if head_dim <= 16 else 2)
+def reads_pairs(head_dim: int, spread: int) -> bool:
+    """Whether a lane's dimensions are pairs of neighbours (WIDTH of shaders/block_fold.glsl)."""
+    return head_dim % (2 * spread) == 0
 
 
 def block_fold_kernel(
@@ -56,18 +50,19 @@ def block_fold_kernel(
 ) -> Kernel:
     """The kernel of a fold for one tile. continues: sums go on from what their outputs hold (`shared` "held")."""
     name = f"{fold.name}{'_more' * continues}_{head_dim}_{tile.name}{suffix}"
+    pairs = tile.words and reads_pairs(head_dim, tile.spread)
     defines: dict[str, int | float | str] = {
         "HEAD_DIM": head_dim,
         "SPREAD": tile.spread,
-        "BLOCK": block_rows(head_dim, tile.spread),
-        "WIDTH": tile.width,
+        "BLOCK": BLOCK_ROWS,
         "ROWS": tile.rows,
-        "ROLLED": int(tile.loops != "unrolled"),
-        "WRITTEN": int(tile.loops == "written"),
+        "ROLLED": int(tile.rolled),
+        "PAIRS": int(pairs),
+        "TOUCH": int(tile.words),
+        **({"WORDS64": 1} if pairs else {}),
         **({} if fold.seen is None else fold.seen.defines),
-        **({"WORDS64": 1} if tile.width == 2 else {}),
     }
-    text = block_fold_glsl(fold, continues, (head_dim, tile) if tile.loops == "written" else None)
+    text = block_fold_glsl(fold, continues)
     return Kernel(name, text, block_fold_arguments(fold), subgroups=1, defines=defines)
 
 
@@ -88,7 +83,7 @@ def block_fold_arguments(fold: BlockFold) -> str:
 
 
 @lru_cache(maxsize=256)
-def block_fold_glsl(fold: BlockFold, continues: bool = False, written: tuple[int, Tile] | None = None) -> str:
+def block_fold_glsl(fold: BlockFold, continues: bool = False) -> str:
     """The kernel's text. In it the fold's own names have a letter before them, so that none can be a word of GLSL: p_
     an argument, h_ a held row, n_ a number, x_ a product, s_ a state, a_ a sum of rows, v_ a result.
 
@@ -100,12 +95,16 @@ def block_fold_glsl(fold: BlockFold, continues: bool = False, written: tuple[int
         includes = ("exp.glsl", *includes)
     mask = "see_all.glsl" if fold.seen is None else fold.seen.shader
     text = "".join(read_shader(name) for name in (*includes, "block_fold.glsl", mask))
-    if written is None:
-        return text + "\nvoid main() {\n" + as_loops(writer.main(), "    ") + "}\n"
-    head_dim, tile = written
-    block, chunk = block_rows(head_dim, tile.spread), tile.chunk(head_dim)
-    sizes = {"ROWS": tile.rows, "BLOCK": block, "HEAD_DIM": head_dim, "CHUNK": chunk, "CHUNKS": -(-head_dim // chunk)}
-    return text + "\nvoid main() {\n" + written_out(writer.main(), sizes) + "}\n"
+    return text + "\nvoid main() {\n" + indented(writer.main()) + "}\n"
+
+
+def _each(name: str, count: str, body: Iterable[str], begin: int = 0) -> list[str]:
+    """A loop over registers."""
+    return [f"UNROLL for (uint {name} = {begin}; {name} < {count}; {name}++) {{", *_inside(body), "}"]
+
+
+def _inside(lines: Iterable[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
 
 
 class _Writer:
@@ -128,7 +127,6 @@ class _Writer:
         self.held = [name for name in fold.held if name in in_products]
         self.multiplied = [name for name in fold.streamed if name in in_products]
         self.summed = list(dict.fromkeys(one.of for one in sums))
-        self.kept = [name for name in self.multiplied if name in self.summed]  # loaded once for both products
         self.many = {"held": "MANY_HEADS", "streamed": "FEW_HEADS"}
         if fold.shared == "held":
             self.many = {"held": "FEW_HEADS", "streamed": "MANY_HEADS"}
@@ -166,10 +164,10 @@ class _Writer:
         found += [state.aligned for state in self.totals if state.aligned is not None]
         return found + ([] if fold.unseen is None else [fold.unseen])
 
-    def main(self) -> Lines:
+    def main(self) -> list[str]:
         """All of it."""
         lines = [
-            "const uint lane = gl_SubgroupInvocationID;",
+            "const uint lane = gl_SubgroupInvocationID, my_lane = lane % SPREAD, my_dim = my_lane * WIDTH;",
             "const uint tile_rows = gl_SubgroupSize * ROWS;",
             "const uint tiles = (args.num_held + tile_rows - 1u) / tile_rows;",
             "const uint tile = balanced_tile(group_index() % tiles, tiles);",
@@ -180,12 +178,13 @@ class _Writer:
         if self.fold.shared == "streamed":
             lines += ["const uint streamed_head = held_head / GROUP;", *self._head_numbers("held_head")]
             return lines + self._begin() + self._walk() + self._finish()
-        members = "for (uint member = 0; member < args.members >> 16; member++)"
         member = "const uint streamed_head = held_head * GROUP + (args.members & 0xFFFFu) + member;"
         return [
             *lines,
             *self._begin(),
-            Braces([member, *self._head_numbers("streamed_head"), *self._walk()], head=members),
+            "for (uint member = 0; member < args.members >> 16; member++) {",
+            *_inside([member, *self._head_numbers("streamed_head"), *self._walk()]),
+            "}",
             *self._finish(),
         ]
 
@@ -208,26 +207,45 @@ class _Writer:
     def _head_numbers(self, head: str) -> list[str]:
         return [line for name in self.fold.of_kind("head") for line in self._load("float", f"n_{name}", name, head)]
 
-    def _row_begins(self, names: Iterable[str], side: str, row: str, more: str = "") -> list[str]:
-        """Where rows begin in memory."""
-        place = f"(batch * args.num_{side} + {row}) * args.{{}} + {side}_head * HEAD_DIM{more}"
+    def _row_begins(self, names: Iterable[str], side: str, row: str) -> list[str]:
+        """Where this lane's dimensions of rows begin in memory."""
+        place = f"(batch * args.num_{side} + {row}) * args.{{}} + {side}_head * HEAD_DIM + my_dim"
         return [f"const uint at_{name} = {place.format(self.fold.stride_of(name))};" for name in names]
 
     def _value_place(self, side: str, row: str) -> str:
         return f"(batch * {self.many[side]} + {side}_head) * args.num_{side} + {row}"
 
-    def _held_element(self, name: str) -> str:
-        """Dimension d of a held row: in a register, or in memory when no product needs it."""
-        return f"h_{name}[r * HEAD_DIM + d]" if name in self.held else f"args.p_{name}.v[at_{name} + d]"
-
-    def _begin(self) -> Lines:
+    def _begin(self) -> list[str]:
         """What a lane holds before the first block, and which blocks there are."""
         fold = self.fold
-        registers = [f"h_{name}[ROWS * HEAD_DIM]" for name in self.held]
-        registers += [f"a_{one.name}[ROWS * HEAD_DIM]" for one in fold.sums]
+        registers = [f"h_{name}[ROWS * SPREAD * VECS]" for name in self.held]
+        registers += [f"a_{one.name}[ROWS * SPREAD * VECS]" for one in fold.sums]
         registers += [f"s_{state.name}[ROWS]" for state in fold.walk.states]
         registers += [f"n_{name}[ROWS]" for name in (*fold.of_kind("held"), *fold.dots)]
-        body: Lines = [
+        dotted = dict.fromkeys(name for pair in fold.dots.values() for name in pair if name not in self.held)
+        outputs = list(fold.rows) if self.continues else []
+        load = ["const uint row = min(TILE_ROW(r, i), args.num_held - 1u);"]
+        load += self._row_begins([*self.held, *dotted, *outputs], "held", "row")
+        load += [f"LOAD_ROW(h_{name}, (r * SPREAD + i) * VECS, args.p_{name}, at_{name})" for name in self.held]
+        for name in dotted:
+            load += [f"float h_{name}[VECS];", f"LOAD_ROW(h_{name}, 0, args.p_{name}, at_{name})"]
+        if outputs:
+            load += [
+                f"LOAD_ROW(a_{one.name}, (r * SPREAD + i) * VECS, args.p_{output}, at_{output})"
+                for output, one in zip(outputs, fold.sums, strict=True)
+            ]
+        else:
+            clear = [f"a_{one.name}[(r * SPREAD + i) * VECS + c] = 0.0;" for one in fold.sums]
+            load += _each("c", "VECS", clear) if clear else []
+        body = [f"float dot_{name}[SPREAD];" for name in fold.dots]
+        for name, pair in fold.dots.items():
+            a, b = (f"h_{one}[{'(r * SPREAD + i) * VECS + ' * (one in self.held)}c]" for one in pair)
+            load.append(f"dot_{name}[i] = 0.0;")
+            load += _each("c", "VECS", [f"dot_{name}[i] = fma({a}, {b}, dot_{name}[i]);"])
+        body += _each("i", "SPREAD", load)
+        for name in fold.dots:
+            body += [f"ADD_LANES(dot_{name})", f"n_{name}[r] = dot_{name}[0];"]
+        body += [
             "const uint real = min(HELD_ROW(r), args.num_held - 1u);",
             "const ivec2 range = seen_of_row(int(HELD_ROW(r)), limit, batch);",
             "low[r] = range.x;",
@@ -235,18 +253,6 @@ class _Writer:
         ]
         for name in fold.of_kind("held"):
             body += self._load("", f"n_{name}[r]", name, self._value_place("held", "real"))
-        body += [f"n_{name}[r] = 0.0;" for name in fold.dots]
-        dotted = {name for pair in fold.dots.values() for name in pair}
-        outputs = list(fold.rows) if self.continues else []
-        read = [name for name in fold.held if name in self.held or name in dotted]
-        body += self._row_begins([*read, *outputs], "held", "real")
-        each = [f"h_{name}[r * HEAD_DIM + d] = args.p_{name}.v[at_{name} + d];" for name in self.held]
-        for i, one in enumerate(fold.sums):
-            begin = f"args.p_{outputs[i]}.v[at_{outputs[i]} + d]" if self.continues else "0.0"
-            each.append(f"a_{one.name}[r * HEAD_DIM + d] = {begin};")
-        for name, (a, b) in fold.dots.items():
-            each.append(f"n_{name}[r] = fma({self._held_element(a)}, {self._held_element(b)}, n_{name}[r]);")
-        body += loop("d", "HEAD_DIM", each)
         for state in fold.walk.states:
             neutral = constant(0.0 if state.merge == "sum" else -math.inf)
             body += self._assign("", {f"s_{state.name}[r]": fold.start.get(state.name, neutral)})
@@ -255,77 +261,97 @@ class _Writer:
         return [
             *([f"float {', '.join(registers)};"] if registers else []),
             "int low[ROWS], count[ROWS];",
-            *loop("r", "ROWS", body),
+            *_each("r", "ROWS", body),
             "const int first = int(tile * tile_rows), past = min(first + int(tile_rows), int(args.num_held));",
             "const ivec2 visited = seen_of_rows(first, past, limit, batch);",
             "const int begin = visited.x / BLOCK * BLOCK, end = visited.y;",
             "const int my_row = int(lane % BLOCK);",
-            "const uint my_dim = lane / BLOCK * WIDTH % CHUNK;",
+            "uint touched = 0u;",
         ]
 
-    def _walk(self) -> Lines:
+    def _walk(self) -> list[str]:
         """The loop over blocks: products, what becomes of them, sums of rows."""
         fold = self.fold
-        # Rows past the end are read from the last one that is seen: others may never have been written.
-        body: Lines = ["const uint mine = uint(min(block + my_row, end - 1));"]
-        body += self._row_begins(dict.fromkeys((*self.multiplied, *self.summed)), "streamed", "mine", " + my_dim")
+        streamed = list(dict.fromkeys((*self.multiplied, *self.summed)))
+        body = ["#if TOUCHES", *_each("t", "TOUCHES", self._touch(streamed)), "#endif"]
+        if fold.of_kind("streamed"):
+            body.append("const uint mine = uint(min(block + my_row, end - 1));")
         for name in fold.of_kind("streamed"):
             body += self._load("float", f"my_{name}", name, self._value_place("streamed", "mine"))
-        products = [f"x_{name}" for name in fold.products]
-        body.append(f"float {', '.join(f'{name}[ROWS * BLOCK]' for name in products)};")
-        body += loop("i", "ROWS * BLOCK", [" = ".join([*(f"{x}[i]" for x in products), "0.0;"])])
-        body += [f"float c_{name}[CHUNKS * WIDTH];" for name in self.kept]
-        multiply = [
-            f"x_{name}[r * BLOCK + j] = fma(h_{a}[r * HEAD_DIM + c * CHUNK + u], e_{b}, x_{name}[r * BLOCK + j]);"
-            for name, (a, b) in fold.products.items()
-        ]
-        body += self._over_chunks(self.multiplied, self.multiplied, [], multiply)
+        registers = [f"x_{name}[ROWS * BLOCK]" for name in fold.products]
+        registers += [f"c_{name}[BLOCK * VECS]" for name in self.summed]
+        body.append(f"float {', '.join(registers)};")
+        body += _each("j", "BLOCK", [*self._load_streamed(self.multiplied), *_each("r", "ROWS", self._multiply())])
         body += self._pairs()
-        decay, add = [], []
-        for one in fold.sums:
-            so_far = f"a_{one.name}[r * HEAD_DIM + c * CHUNK + u]"
-            if one.factor is not None:
-                decay.append(f"{so_far} *= {self.factors[one.factor]}[r];")
-            add.append(f"{so_far} = fma({self.weights[one.weight]}[r * BLOCK + j], e_{one.of}, {so_far});")
-        if add:
-            body += self._over_chunks([n for n in self.summed if n not in self.kept], self.summed, decay, add)
-        return [Braces(body, head="for (int block = begin; block < end; block += BLOCK)")]
+        late = [name for name in self.summed if name not in self.multiplied]
+        body += _each("j", "BLOCK", self._load_streamed(late)) if late else []
+        if fold.sums:
+            body += _each("r", "ROWS", _each("i", "SPREAD", self._add()))
+        return ["for (int block = begin; block < end; block += BLOCK) {", *_inside(body), "}"]
 
-    def _over_chunks(self, loaded: list[str], used: list[str], once: list[str], each: list[str]) -> Lines:
-        """A loop over the dimensions in chunks that lanes load together, and over the streamed rows of a block.
+    def _touch(self, names: list[str]) -> list[str]:
+        """Loads of one element of each cache line of a later block: nothing else fetches rows that lie far apart."""
+        lines = ["const uint line = t * SPREAD + my_lane;"]
+        lines.append("const uint row = uint(min(block + AHEAD + int(line / LINES), end - 1));")
+        for name in names:
+            row = f"(batch * args.num_streamed + row) * args.{self.fold.stride_of(name)} + streamed_head * HEAD_DIM"
+            lines.append(f"touched ^= floatBitsToUint(args.p_{name}.v[{row} + line % LINES * LINE]);")
+        return lines
 
-        loaded: streamed rows to load; used: those of which `each`, statements of all held rows, needs the element e_*.
-        once: statements before them.
-        """
-        lines: Lines = []
-        for name in loaded:
-            lines += [] if name in self.kept else [f"float c_{name}[WIDTH];"]
-            place = "c * WIDTH" if name in self.kept else "0"
-            lines.append(f"LOAD(args.p_{name}, IN_CHUNK(at_{name}, c), c_{name}, {place})")
-        inner = loop("r", "ROWS", once) if once else []
-        spread = [
-            f"const float e_{name} = FROM_LANE("
-            f"c_{name}[{'c * WIDTH + ' * (name in self.kept)}u % WIDTH], u / WIDTH * BLOCK + j);"
-            for name in used
-        ]
-        inner += loop("j", "BLOCK", [*spread, *loop("r", "ROWS", each)])
-        lines += loop("u", "CHUNK", [Braces(inner, guard=("c * CHUNK + u", "HEAD_DIM"))])
-        return loop("c", "CHUNKS", lines)
+    def _load_streamed(self, names: list[str]) -> list[str]:
+        """Row j of a block. Rows past the end are read from the last that is seen: others may not have been written."""
+        lines = ["const uint row = uint(min(block + int(j), end - 1));", *self._row_begins(names, "streamed", "row")]
+        for name in names:
+            lines += [] if name in self.summed else [f"float c_{name}[VECS];"]
+            lines.append(f"LOAD_ROW(c_{name}, {self._of_block(name, '0')}, args.p_{name}, at_{name})")
+        return lines
 
-    def _pairs(self) -> Lines:
+    def _of_block(self, name: str, vector: str) -> str:
+        """Index of a vector of streamed row j: rows that are summed stay for the whole block."""
+        return f"j * VECS + {vector}" if name in self.summed else vector
+
+    def _multiply(self) -> list[str]:
+        """Products of SPREAD held rows with row j: each lane sums up its own dimensions, then the lanes are added."""
+        lines = []
+        for name, (a, b) in self.fold.products.items():
+            held = f"h_{a}[(r * SPREAD + i) * VECS + {{}}]"
+            first = f"dot[i] = {held.format(0)} * c_{b}[{self._of_block(b, '0')}];"
+            more = f"dot[i] = fma({held.format('c')}, c_{b}[{self._of_block(b, 'c')}], dot[i]);"
+            chain = [*_each("i", "SPREAD", [first]), *_each("c", "VECS", _each("i", "SPREAD", [more]), begin=1)]
+            result = f"x_{name}[r * BLOCK + j] = dot[0];"
+            lines += ["{", *_inside(["float dot[SPREAD];", *chain, "ADD_LANES(dot)", result]), "}"]
+        return lines
+
+    def _add(self) -> list[str]:
+        """Streamed rows times weights into the sums of held row i, whose weights lie in lane i."""
+        sums = self.fold.sums
+        factors = dict.fromkeys(self.factors[one.factor] for one in sums if one.factor is not None)
+        lines = [f"const float of_{name} = FROM_LANE({name}[r], i);" for name in factors]
+        weights = dict.fromkeys(self.weights[one.weight] for one in sums)
+        lines.append(f"float {', '.join(f'of_{name}[BLOCK]' for name in weights)};")
+        lines += _each("j", "BLOCK", [f"of_{name}[j] = FROM_LANE({name}[r * BLOCK + j], i);" for name in weights])
+        for one in sums:
+            so_far = f"a_{one.name}[(r * SPREAD + i) * VECS + c]"
+            times = "" if one.factor is None else f" * of_{self.factors[one.factor]}"
+            add = f"sum = fma(of_{self.weights[one.weight]}[j], c_{one.of}[j * VECS + c], sum);"
+            each = [f"float sum = {so_far}{times};", *_each("j", "BLOCK", [add]), f"{so_far} = sum;"]
+            lines += _each("c", "VECS", each)
+        return lines
+
+    def _pairs(self) -> list[str]:
         """From the products of a block to its weights and to the states with it in them."""
         fold = self.fold
         registers = [f"{name}[ROWS * BLOCK]" for name in (*self.tops, *self.weights.values())]
         registers += [f"{name}[ROWS]" for name in self.factors.values()]
         numbers = fold.of_kind("streamed")
         registers += [f"n_{name}[BLOCK]" for name in numbers]
-        lines: Lines = [f"float {', '.join(registers)};"] if registers else []
+        lines = [f"float {', '.join(registers)};"] if registers else []
         if numbers:
-            lines += loop("j", "BLOCK", [f"n_{name}[j] = FROM_LANE(my_{name}, j);" for name in numbers])
+            lines += _each("j", "BLOCK", [f"n_{name}[j] = FROM_LANE(my_{name}, j);" for name in numbers])
         seen = ["const uint i = r * BLOCK + j;", "bool seen = uint(block + int(j) - low[r]) < uint(count[r]);"]
         if self.unseen_of_pair is not None:
             seen += [*self._assign("bool", {"unseen": self.unseen_of_pair}), "seen = seen && !unseen;"]
-        body: Lines = []
+        body: list[str] = []
         new: dict[str, str] = {}
         if self.maxima:
             each = [*seen, *self._assign("float", {f"m_{state.name}": state.contribution for state in self.maxima})]
@@ -334,7 +360,7 @@ class _Writer:
                 each.append(f"{top}[i] = seen ? m_{state.name} : NEGATIVE_INFINITY;")
                 each.append(f"v_{state.name} = max(v_{state.name}, {top}[i]);")
                 new |= {state.name: f"v_{state.name}", f"old_{state.name}": f"s_{state.name}[r]"}
-            body += loop("j", "BLOCK", each)
+            body += _each("j", "BLOCK", each)
         for root, name in self.factors.items():
             body += self._assign("", {f"{name}[r]": root}, new)
         body += [f"float b_{state.name} = 0.0;" for state in self.totals]
@@ -347,7 +373,7 @@ class _Writer:
             each = [*seen, *self._assign("float", dict(zip(names, roots, strict=True)), new)]
             each += [f"w{i}[i] = seen ? {name} : 0.0;" for i, name in enumerate(names)]
             each += [f"b_{state.name} += {self.weights[state.contribution]}[i];" for state in self.totals]
-            body += loop("j", "BLOCK", each)
+            body += _each("j", "BLOCK", each)
         for state in self.totals:
             so_far: Expr = variable(state.name)
             if state.aligned is not None:
@@ -356,25 +382,43 @@ class _Writer:
             names_now = {**new, state.name: f"s_{state.name}[r]", "_block": f"b_{state.name}"}
             body += self._assign("", {f"s_{state.name}[r]": plus(so_far, variable("_block"))}, names_now)
         body += [f"s_{state.name}[r] = v_{state.name};" for state in self.maxima]
-        return lines + (loop("r", "ROWS", body) if body else [])
+        return [*lines, *_each("r", "ROWS", body)] if body else lines
 
-    def _finish(self) -> Lines:
+    def _finish(self) -> list[str]:
         """What is written of the held rows."""
         fold = self.fold
         known = {state.name: f"s_{state.name}[r]" for state in fold.walk.states}
-        body: Lines = []
+        body = []
         for name, result in fold.walk.results.items():
             body += self._assign("float", {f"v_{name}": result}, known)
             known[name] = f"v_{name}"
-        used = named(fold.rows.values())
+        values = []
+        for name, root in fold.values.items():
+            values += self._assign("", {f"args.p_{name}.v[{self._value_place('held', 'HELD_ROW(r)')}]": root}, known)
+        if values:
+            body += ["if (HELD_ROW(r) < args.num_held) {", *_inside(values), "}"]
+        body += _each("i", "SPREAD", self._write_row(known)) if fold.rows else []
+        never = "if (touched == 1u && args.flags == 0xFFFFFFFFu) return;  // without it the loads would be left out"
+        return [never, *_each("r", "ROWS", body)]
+
+    def _write_row(self, known: Mapping[str, str]) -> list[str]:
+        """Row i, of which the lanes have its sums, and lane i its states and numbers."""
+        fold = self.fold
+        used = {name for op in ("variable", "whole") for name in named(fold.rows.values(), op)}
         read = [name for name in fold.held if name in used and name not in self.held]
-        body += self._row_begins([*read, *fold.rows], "held", "HELD_ROW(r)")
-        elements = {**known, **{name: self._held_element(name) for name in fold.held}}
-        elements |= {one.name: f"a_{one.name}[r * HEAD_DIM + d]" for one in fold.sums}
+        everywhere = {*fold.scalars, *fold.of_kind("head")}
+        of_lanes = {name: place for name, place in {**self.names, **known}.items() if name in used - everywhere}
+        lines = [f"const float of_{name} = FROM_LANE({place}, i);" for name, place in of_lanes.items()]
+        elements = {name: f"of_{name}" for name in of_lanes}
+        for name in fold.held:
+            inside = name in self.held
+            elements[name] = (
+                f"h_{name}[(r * SPREAD + i) * VECS + c]" if inside else f"args.p_{name}.v[at_{name} + DIM(c)]"
+            )
+        elements |= {one.name: f"a_{one.name}[(r * SPREAD + i) * VECS + c]" for one in fold.sums}
         each = []
         for name, root in fold.rows.items():
-            each += self._assign("", {f"args.p_{name}.v[at_{name} + d]": root}, elements)
-        body += loop("d", "HEAD_DIM", each)
-        for name, root in fold.values.items():
-            body += self._assign("", {f"args.p_{name}.v[{self._value_place('held', 'HELD_ROW(r)')}]": root}, known)
-        return loop("r", "ROWS", [Braces(body, head="if (HELD_ROW(r) < args.num_held)")])
+            each += self._assign("", {f"args.p_{name}.v[at_{name} + DIM(c)]": root}, elements)
+        begins = ["const uint row = TILE_ROW(r, i);", *self._row_begins([*read, *fold.rows], "held", "row")]
+        write = _each("c", "VECS", ["if (HAS_DIM(c)) {", *_inside(each), "}"])
+        return [*lines, "if (TILE_ROW(r, i) < args.num_held) {", *_inside([*begins, *write]), "}"]

@@ -1,39 +1,52 @@
 // How a block fold (engine/block_fold.py) goes about its tiles; the kernel's main is printed by engine/block_fold_glsl.py.
 //
-// A subgroup owns ROWS held rows a lane and walks over the streamed rows in blocks of BLOCK. Of such a block each lane of
-// the first SPREAD loads WIDTH elements: of row lane % BLOCK, from dimension chunk * CHUNK + lane / BLOCK * WIDTH on.
-// subgroupShuffle with a constant lane then spreads them to all rows of the tile, so one load serves SPREAD * ROWS
-// multiplications a lane. WIDTH 2: two neighbours as one 64-bit word (shaders/words.glsl says why); head_dim, strides and
-// addresses are then even.
-#define CHUNK (SPREAD / BLOCK * WIDTH)
-#define CHUNKS ((HEAD_DIM + CHUNK - 1) / CHUNK)
-// Where this lane's elements of chunk c lie; at: row start + my_dim. Lanes past the last dimension repeat it, unused.
-#define IN_CHUNK(at, c) \
-    ((c) * CHUNK + CHUNK <= HEAD_DIM ? (at) + (c) * CHUNK : (at) - my_dim + min((c) * CHUNK + my_dim, HEAD_DIM - WIDTH))
-// WIDTH elements from i on, to to[j], ...
-#if WIDTH == 2
+// SPREAD lanes hold SPREAD * ROWS held rows together and walk over the streamed rows in blocks of BLOCK. Of each row, held
+// or streamed, a lane has VECS elements: WIDTH neighbours of every WIDTH * SPREAD dimensions. In a product each lane sums
+// up its own dimensions for SPREAD held rows, then ADD_LANES adds the lanes up so that lane i has the product of row i.
+// What belongs to a row (states, weights) lies in that lane, and comes to all by FROM_LANE where streamed rows are added:
+// one shuffle serves VECS multiplications. WIDTH is a function of head_dim, so that bits do not depend on how it is loaded.
+#define WIDTH (HEAD_DIM % (2 * SPREAD) == 0 ? 2 : 1)
+#define VECS ((HEAD_DIM + WIDTH * SPREAD - 1) / (WIDTH * SPREAD) * WIDTH)
+// Where vector c begins, counted from this lane's first dimension; whether this lane's part of it is there at all.
+#define DIM(c) ((c) / WIDTH * (WIDTH * SPREAD) + (c) % WIDTH)
+#define HAS_DIM(c) (((c) < HEAD_DIM / (WIDTH * SPREAD) * WIDTH ? 0u : my_dim) + DIM(c) < HEAD_DIM)
+// The lane's elements of the row that begins at p.v[at - my_dim], to to[first], ...; 0 past the last dimension. PAIRS: two
+// neighbours as one 64-bit word (shaders/words.glsl says why); strides and addresses are then even.
+#if PAIRS
 layout(buffer_reference, std430, buffer_reference_align = 8) buffer U64 { uint64_t v[]; };
 vec2 load_pair(F32 p, uint i) { return uintBitsToFloat(unpackUint2x32(U64(uvec2(p)).v[i >> 1])); }
-#define LOAD(p, i, to, j) { const vec2 pair = load_pair(p, i); to[j] = pair.x; to[j + 1] = pair.y; }
+#define LOAD_ROW(to, first, p, at) UNROLL for (uint c = 0; c < VECS; c += 2) { \
+        const vec2 pair = load_pair(p, (at) + DIM(c)); to[(first) + c] = pair.x; to[(first) + c + 1] = pair.y; }
 #else
-#define LOAD(p, i, to, j) to[j] = p.v[i];
+#define LOAD_ROW(to, first, p, at) UNROLL for (uint c = 0; c < VECS; c++) { \
+        const float element = p.v[HAS_DIM(c) ? (at) + DIM(c) : (at) - my_dim]; to[(first) + c] = HAS_DIM(c) ? element : 0.0; }
 #endif
-// Register tiles need unrolled loops. SwiftShader takes minutes and gigabytes to unroll them; where its text is not written
-// out, it gets loops as they are. It broadcasts faster than it shuffles, which takes a constant lane; lavapipe does not.
+// Lane i gets the sum over the lanes of a[i], in a[0]: each step adds halves of the lanes and halves the rows.
+#define ADD_HALVES(a, half) UNROLL for (uint i = 0; i < half; i++) { \
+        const bool low_half = (lane & half) == 0u; const float one = a[i], other = a[i + half]; \
+        a[i] = (low_half ? one : other) + subgroupShuffleXor(low_half ? other : one, half); }
+#if SPREAD == 8
+#define ADD_LANES(a) ADD_HALVES(a, 4) ADD_HALVES(a, 2) ADD_HALVES(a, 1)
+#else
+#define ADD_LANES(a) ADD_HALVES(a, 2) ADD_HALVES(a, 1)
+#endif
+#define FROM_LANE(x, i) subgroupShuffle(x, gl_SubgroupSize == SPREAD ? (i) : lane - my_lane + (i))
+// Every block touches the cache lines of the block after the next, a lane a line. 0 TOUCHES: hardware hides the wait.
+#define LINE 16
+#define LINES ((HEAD_DIM + LINE - 1) / LINE)
+#define AHEAD (2 * BLOCK)
+#define TOUCHES (TOUCH * (BLOCK * LINES + SPREAD - 1) / SPREAD)
+// Register tiles need unrolled loops. Only SwiftShader takes minutes and gigabytes for them; it gets loops as they are.
 #if ROLLED
 #define UNROLL
 #else
 #define UNROLL [[unroll]]
 #endif
-#if WRITTEN
-#define FROM_LANE(x, lane) subgroupBroadcast(x, lane)
-#else
-#define FROM_LANE(x, lane) subgroupShuffle(x, lane)
-#endif
 #define MANY_HEADS (args.heads & 0xFFFFu)
 #define FEW_HEADS (args.heads >> 16)
 #define GROUP (MANY_HEADS / FEW_HEADS)
 #define HELD_ROW(r) (tile * tile_rows + (r) * gl_SubgroupSize + lane)
+#define TILE_ROW(r, i) (HELD_ROW(r) - my_lane + (i))
 #define HELD_OFFSET (int(args.num_streamed) - int(args.num_held)) // of the held rows, where both sides end together
 
 // Costly and cheap tiles alternate, so that any contiguous half of the workgroups holds half of the work of a mask.

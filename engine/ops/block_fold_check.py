@@ -21,11 +21,11 @@ _GUARD = 64  # words around every operand
 def right_tile(
     gpu: Recorder, chooser: BlockFoldChooser, call: BlockCall, choice: TileVariant, *, aligned: bool
 ) -> Tile | None:
-    """A variant's tile as a call can have it and as it is known to be right: with elements read in pairs, else one by
+    """A variant's tile as a call can have it and as it is known to be right: with rows read as words, else one by
     one. None when the variant is barred, which it is by now if it was found wrong. aligned: as for `fitted`."""
     for in_pairs in (aligned, False):
         tile = fitted(gpu, call, choice.tile, in_pairs)
-        name = choice.barred_as + "_pairs" * (tile.width == 2)
+        name = choice.barred_as + "_pairs" * (tile.words)
         if name not in chooser.table.barred and _checked(gpu, chooser, call, tile, name):
             return tile
     return None
@@ -36,7 +36,7 @@ def _checked(gpu: Recorder, chooser: BlockFoldChooser, call: BlockCall, tile: Ti
     base = fitted(gpu, call, family_of(chooser.device, call)[-1].tile, aligned=False)
     if tile == base:
         return True
-    several = heads_a_dispatch(call, tile) < call.group
+    several = heads_a_dispatch(call) < call.group
     for continues in (False, True)[: 1 + several]:
         kernel = kernel_of(call.fold, call.sizes.head_dim, tile, continues=continues, suffix=call.suffix)
         known = f"{kernel.name} {kernel.digest[:12]}"  # folds of one name may differ

@@ -7,15 +7,13 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
 
 from ..block_fold_call import BlockCall
-from ..block_fold_glsl import Tile, block_fold_kernel, block_rows
+from ..block_fold_glsl import BLOCK_ROWS, Tile, block_fold_kernel
 from ..kernel import Kernel
-from ..kernel_registry import is_available
 from ..tensor import Tensor
 
 if TYPE_CHECKING:
     from ..recorder import Recorder
 
-ROLLED_ROWS = 4  # of a tile with rolled loops: it lies in memory, whatever its size
 MAX_ROUNDS = 65000  # lavapipe 22.3 ends an invocation's loops after 65,535 rounds in all
 
 Pointer: TypeAlias = Union[Tensor, "tuple[Tensor, int]", int]  # as a dispatch takes it
@@ -23,10 +21,10 @@ Pointer: TypeAlias = Union[Tensor, "tuple[Tensor, int]", int]  # as a dispatch t
 kernel_of = cache(block_fold_kernel)
 
 
-def heads_a_dispatch(call: BlockCall, tile: Tile) -> int:
+def heads_a_dispatch(call: BlockCall) -> int:
     """Streamed heads of a group that a held row folds in one dispatch: all, unless their loops would be longer than a
     driver runs."""
-    rounds = -(-call.sizes.num_streamed // block_rows(call.sizes.head_dim, tile.spread)) + 1
+    rounds = -(-call.sizes.num_streamed // BLOCK_ROWS) + 1
     return max(1, min(call.group, MAX_ROUNDS // rounds))
 
 
@@ -42,16 +40,11 @@ class BlockPlan(NamedTuple):
 
 
 def fitted(gpu: Recorder, call: BlockCall, tile: Tile, aligned: bool) -> Tile:
-    """The tile as this call can have it; none of it changes a bit.
-
-    On lavapipe streamed rows are read in pairs where head_dim, strides and addresses are even. Text that is written out
-    is not shipped: where there is no compiler, loops stay rolled. aligned: streamed rows begin on 8 bytes.
+    """The tile as this call can have it, which changes no bit: with words on lavapipe, where strides and addresses are
+    even. aligned: rows begin on 8 bytes.
     """
-    head_dim = call.sizes.head_dim
-    if tile.loops == "written" and not is_available(kernel_of(call.fold, head_dim, tile, suffix=call.suffix)):
-        return tile._replace(loops="rolled", rows=ROLLED_ROWS)
-    even = aligned and not any(size % 2 for size in (head_dim, *call.strides))
-    return tile._replace(width=2) if even and gpu.in_words and tile.loops == "unrolled" else tile
+    even = aligned and not any(stride % 2 for stride in call.strides)
+    return tile._replace(words=even and gpu.in_words and not tile.rolled)
 
 
 def plan_block_fold(gpu: Recorder, call: BlockCall, tile: Tile, *, continues: bool = False) -> BlockPlan:
@@ -63,7 +56,7 @@ def plan_block_fold(gpu: Recorder, call: BlockCall, tile: Tile, *, continues: bo
     tiles = -(-sizes.num_held // (gpu.subgroup_size * tile.rows))
     heads = call.many_heads | min(sizes.held_heads, sizes.streamed_heads) << 16
     numbers = (sizes.num_held, sizes.num_streamed, heads, *call.strides, call.flags)
-    step = heads_a_dispatch(call, tile)
+    step = heads_a_dispatch(call)
     kernels = []
     for first in range(0, call.group, step):
         members = (first | min(step, call.group - first) << 16,) if fold.shared == "held" else ()
@@ -85,9 +78,11 @@ def run_block_fold(
 
 
 def are_aligned(call: BlockCall, pointers: Sequence[Pointer | None]) -> bool:
-    """Whether the streamed rows all begin on 8 bytes."""
-    first = len(call.fold.held)
-    return not any(_address(pointer) % 8 for pointer in pointers[first : first + len(call.fold.streamed)])
+    """Whether all rows begin on 8 bytes."""
+    fold = call.fold
+    inputs, outputs = len(fold.held) + len(fold.streamed), len(fold.tensor_inputs)
+    rows = (*pointers[:inputs], *pointers[outputs : outputs + len(fold.rows)])
+    return not any(_address(pointer) % 8 for pointer in rows)
 
 
 def _address(pointer: Pointer | None) -> int:
