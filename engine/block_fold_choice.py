@@ -38,6 +38,7 @@ def _kernel_hash() -> str:
     makers = (
         "block_fold_glsl.py",
         "fold_glsl.py",
+        "register_loops.py",
         "block_fold_variants.py",
         "ops/block_fold_dispatch.py",
     )
@@ -68,7 +69,7 @@ class BlockFoldChooser(VariantChooser[TileVariant]):
         name = self.forced(op)
         if name:
             self.check_name(op, name)
-            tile = device_tile(self.device, call.sizes.head_dim, int(name.removeprefix("rows")))
+            tile = device_tile(self.device, int(name.removeprefix("rows")))
             choice = TileVariant(call.fold.name, call.sizes.head_dim, tile, call.suffix)
             return self.note(call.key, self.forced_choice(choice))
         return self.note(call.key, select_for(self.device, call, self.table, switches.get("VKFOLD_TUNE")))

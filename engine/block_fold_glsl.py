@@ -12,32 +12,31 @@ from .expr import Expr, constant, variable
 from .expr_glsl import glsl_includes, glsl_statements
 from .expr_simplify import simplify
 from .expr_walk import named, substitute
-from .fold_glsl import indented, plus, scoped
+from .fold_glsl import plus, scoped
 from .kernel import Kernel, read_shader
+from .register_loops import Braces, Lines, as_loops, loop, written_out
 
-# Streamed rows in one block: part of the accumulation order. Few, so that a block's code stays small: four kept
-# SwiftShader's compiler busy for minutes.
-BLOCK_ROWS = 2
+LOOPS = ("unrolled", "rolled", "written")  # by the driver; not at all: registers lie in memory; in the text
+BLOCK_ROWS = 2  # streamed rows in one block: part of the accumulation order; few, so that its code stays small
 OPTIONAL_SHIFT = 28  # of `flags`: bits that say which optional numbers are given
 
 
 class Tile(NamedTuple):
     """How a kernel cuts its work. No choice but `spread`, which the device gives, changes a bit of the results.
 
-    spread: lanes that share rows. rows: held rows a lane. rolled: loops are left to the driver, for one that takes too
-    long to unroll them. words: for lavapipe: rows are read two neighbours at a time, where lanes hold such,
-    and fetched into caches ahead.
+    spread: lanes that share rows. rows: held rows a lane. loops: one of LOOPS. words: for lavapipe: rows are read two
+    neighbours at a time, where lanes hold such, and fetched into caches ahead.
     """
 
     spread: int
     rows: int
-    rolled: bool = False
+    loops: str
     words: bool = False
 
     @property
     def name(self) -> str:
         """What it adds to a kernel's name."""
-        return f"r{self.rows}{'_rolled' * self.rolled}"
+        return f"r{self.rows}{'' if self.loops == LOOPS[0] else '_' + self.loops}"
 
 
 def reads_pairs(head_dim: int, spread: int) -> bool:
@@ -56,13 +55,14 @@ def block_fold_kernel(
         "SPREAD": tile.spread,
         "BLOCK": BLOCK_ROWS,
         "ROWS": tile.rows,
-        "ROLLED": int(tile.rolled),
+        "ROLLED": int(tile.loops != "unrolled"),
+        "WRITTEN": int(tile.loops == "written"),
         "PAIRS": int(pairs),
         "TOUCH": int(tile.words),
-        **({"WORDS64": 1} if pairs else {}),
         **({} if fold.seen is None else fold.seen.defines),
+        **({"WORDS64": 1} if pairs else {}),
     }
-    text = block_fold_glsl(fold, continues)
+    text = block_fold_glsl(fold, continues, (head_dim, tile) if tile.loops == "written" else None)
     return Kernel(name, text, block_fold_arguments(fold), subgroups=1, defines=defines)
 
 
@@ -83,7 +83,7 @@ def block_fold_arguments(fold: BlockFold) -> str:
 
 
 @lru_cache(maxsize=256)
-def block_fold_glsl(fold: BlockFold, continues: bool = False) -> str:
+def block_fold_glsl(fold: BlockFold, continues: bool = False, written: tuple[int, Tile] | None = None) -> str:
     """The kernel's text. In it the fold's own names have a letter before them, so that none can be a word of GLSL: p_
     an argument, h_ a held row, n_ a number, x_ a product, s_ a state, a_ a sum of rows, v_ a result.
 
@@ -95,16 +95,27 @@ def block_fold_glsl(fold: BlockFold, continues: bool = False) -> str:
         includes = ("exp.glsl", *includes)
     mask = "see_all.glsl" if fold.seen is None else fold.seen.shader
     text = "".join(read_shader(name) for name in (*includes, "block_fold.glsl", mask))
-    return text + "\nvoid main() {\n" + indented(writer.main()) + "}\n"
+    if written is None:
+        return text + "\nvoid main() {\n" + as_loops(writer.main(), "    ") + "}\n"
+    head_dim, tile = written
+    width = 2 if reads_pairs(head_dim, tile.spread) else 1
+    vectors = -(-head_dim // (width * tile.spread)) * width
+    sizes = {"ROWS": tile.rows, "BLOCK": BLOCK_ROWS, "SPREAD": tile.spread, "VECS": vectors, "TOUCHES": 0}
+    return text + "\nvoid main() {\n" + written_out(writer.main(), sizes) + "}\n"
 
 
-def _each(name: str, count: str, body: Iterable[str], begin: int = 0) -> list[str]:
-    """A loop over registers."""
-    return [f"UNROLL for (uint {name} = {begin}; {name} < {count}; {name}++) {{", *_inside(body), "}"]
+def _load_row(target: str, first: str, name: str) -> Lines:
+    """Loads this lane's elements of a row of an argument that begins at at_NAME, to target[first], ..."""
+    return loop("c", "VECS", [f"LOAD({target}, {first} + c, args.p_{name}, at_{name}, c)"])
 
 
-def _inside(lines: Iterable[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
+def _add_lanes(name: str) -> Lines:
+    """Lane i gets the sum over the lanes of name[i], in name[0]: each step adds halves of lanes and halves the rows."""
+    steps: Lines = []
+    for half in (4, 2, 1):
+        step = loop("i", str(half), [f"ADD_HALVES({name}, i, {half})"])
+        steps += ["#if SPREAD == 8", *step, "#endif"] if half == 4 else step
+    return steps
 
 
 class _Writer:
@@ -164,7 +175,7 @@ class _Writer:
         found += [state.aligned for state in self.totals if state.aligned is not None]
         return found + ([] if fold.unseen is None else [fold.unseen])
 
-    def main(self) -> list[str]:
+    def main(self) -> Lines:
         """All of it."""
         lines = [
             "const uint lane = gl_SubgroupInvocationID, my_lane = lane % SPREAD, my_dim = my_lane * WIDTH;",
@@ -178,13 +189,12 @@ class _Writer:
         if self.fold.shared == "streamed":
             lines += ["const uint streamed_head = held_head / GROUP;", *self._head_numbers("held_head")]
             return lines + self._begin() + self._walk() + self._finish()
+        members = "for (uint member = 0; member < args.members >> 16; member++)"
         member = "const uint streamed_head = held_head * GROUP + (args.members & 0xFFFFu) + member;"
         return [
             *lines,
             *self._begin(),
-            "for (uint member = 0; member < args.members >> 16; member++) {",
-            *_inside([member, *self._head_numbers("streamed_head"), *self._walk()]),
-            "}",
+            Braces([member, *self._head_numbers("streamed_head"), *self._walk()], head=members),
             *self._finish(),
         ]
 
@@ -215,7 +225,7 @@ class _Writer:
     def _value_place(self, side: str, row: str) -> str:
         return f"(batch * {self.many[side]} + {side}_head) * args.num_{side} + {row}"
 
-    def _begin(self) -> list[str]:
+    def _begin(self) -> Lines:
         """What a lane holds before the first block, and which blocks there are."""
         fold = self.fold
         registers = [f"h_{name}[ROWS * SPREAD * VECS]" for name in self.held]
@@ -224,27 +234,26 @@ class _Writer:
         registers += [f"n_{name}[ROWS]" for name in (*fold.of_kind("held"), *fold.dots)]
         dotted = dict.fromkeys(name for pair in fold.dots.values() for name in pair if name not in self.held)
         outputs = list(fold.rows) if self.continues else []
-        load = ["const uint row = min(TILE_ROW(r, i), args.num_held - 1u);"]
+        load: Lines = ["const uint row = min(TILE_ROW(r, i), args.num_held - 1u);"]
         load += self._row_begins([*self.held, *dotted, *outputs], "held", "row")
-        load += [f"LOAD_ROW(h_{name}, (r * SPREAD + i) * VECS, args.p_{name}, at_{name})" for name in self.held]
+        for name in self.held:
+            load += _load_row(f"h_{name}", "(r * SPREAD + i) * VECS", name)
         for name in dotted:
-            load += [f"float h_{name}[VECS];", f"LOAD_ROW(h_{name}, 0, args.p_{name}, at_{name})"]
+            load += [f"float h_{name}[VECS];", *_load_row(f"h_{name}", "0", name)]
         if outputs:
-            load += [
-                f"LOAD_ROW(a_{one.name}, (r * SPREAD + i) * VECS, args.p_{output}, at_{output})"
-                for output, one in zip(outputs, fold.sums, strict=True)
-            ]
+            for output, one in zip(outputs, fold.sums, strict=True):
+                load += _load_row(f"a_{one.name}", "(r * SPREAD + i) * VECS", output)
         else:
             clear = [f"a_{one.name}[(r * SPREAD + i) * VECS + c] = 0.0;" for one in fold.sums]
-            load += _each("c", "VECS", clear) if clear else []
-        body = [f"float dot_{name}[SPREAD];" for name in fold.dots]
+            load += loop("c", "VECS", clear) if clear else []
+        body: Lines = [f"float dot_{name}[SPREAD];" for name in fold.dots]
         for name, pair in fold.dots.items():
             a, b = (f"h_{one}[{'(r * SPREAD + i) * VECS + ' * (one in self.held)}c]" for one in pair)
             load.append(f"dot_{name}[i] = 0.0;")
-            load += _each("c", "VECS", [f"dot_{name}[i] = fma({a}, {b}, dot_{name}[i]);"])
-        body += _each("i", "SPREAD", load)
+            load += loop("c", "VECS", [f"dot_{name}[i] = fma({a}, {b}, dot_{name}[i]);"])
+        body += loop("i", "SPREAD", load)
         for name in fold.dots:
-            body += [f"ADD_LANES(dot_{name})", f"n_{name}[r] = dot_{name}[0];"]
+            body += [*_add_lanes(f"dot_{name}"), f"n_{name}[r] = dot_{name}[0];"]
         body += [
             "const uint real = min(HELD_ROW(r), args.num_held - 1u);",
             "const ivec2 range = seen_of_row(int(HELD_ROW(r)), limit, batch);",
@@ -261,7 +270,7 @@ class _Writer:
         return [
             *([f"float {', '.join(registers)};"] if registers else []),
             "int low[ROWS], count[ROWS];",
-            *_each("r", "ROWS", body),
+            *loop("r", "ROWS", body),
             "const int first = int(tile * tile_rows), past = min(first + int(tile_rows), int(args.num_held));",
             "const ivec2 visited = seen_of_rows(first, past, limit, batch);",
             "const int begin = visited.x / BLOCK * BLOCK, end = visited.y;",
@@ -269,11 +278,11 @@ class _Writer:
             "uint touched = 0u;",
         ]
 
-    def _walk(self) -> list[str]:
+    def _walk(self) -> Lines:
         """The loop over blocks: products, what becomes of them, sums of rows."""
         fold = self.fold
         streamed = list(dict.fromkeys((*self.multiplied, *self.summed)))
-        body = ["#if TOUCHES", *_each("t", "TOUCHES", self._touch(streamed)), "#endif"]
+        body = ["#if TOUCHES", *loop("t", "TOUCHES", self._touch(streamed)), "#endif"]
         if fold.of_kind("streamed"):
             body.append("const uint mine = uint(min(block + my_row, end - 1));")
         for name in fold.of_kind("streamed"):
@@ -281,13 +290,13 @@ class _Writer:
         registers = [f"x_{name}[ROWS * BLOCK]" for name in fold.products]
         registers += [f"c_{name}[BLOCK * VECS]" for name in self.summed]
         body.append(f"float {', '.join(registers)};")
-        body += _each("j", "BLOCK", [*self._load_streamed(self.multiplied), *_each("r", "ROWS", self._multiply())])
+        body += loop("j", "BLOCK", [*self._load_streamed(self.multiplied), *loop("r", "ROWS", self._multiply())])
         body += self._pairs()
         late = [name for name in self.summed if name not in self.multiplied]
-        body += _each("j", "BLOCK", self._load_streamed(late)) if late else []
+        body += loop("j", "BLOCK", self._load_streamed(late)) if late else []
         if fold.sums:
-            body += _each("r", "ROWS", _each("i", "SPREAD", self._add()))
-        return ["for (int block = begin; block < end; block += BLOCK) {", *_inside(body), "}"]
+            body += loop("r", "ROWS", loop("i", "SPREAD", self._add()))
+        return [Braces(body, head="for (int block = begin; block < end; block += BLOCK)")]
 
     def _touch(self, names: list[str]) -> list[str]:
         """Loads of one element of each cache line of a later block: nothing else fetches rows that lie far apart."""
@@ -298,60 +307,63 @@ class _Writer:
             lines.append(f"touched ^= floatBitsToUint(args.p_{name}.v[{row} + line % LINES * LINE]);")
         return lines
 
-    def _load_streamed(self, names: list[str]) -> list[str]:
+    def _load_streamed(self, names: list[str]) -> Lines:
         """Row j of a block. Rows past the end are read from the last that is seen: others may not have been written."""
-        lines = ["const uint row = uint(min(block + int(j), end - 1));", *self._row_begins(names, "streamed", "row")]
+        lines: Lines = [
+            "const uint row = uint(min(block + int(j), end - 1));",
+            *self._row_begins(names, "streamed", "row"),
+        ]
         for name in names:
             lines += [] if name in self.summed else [f"float c_{name}[VECS];"]
-            lines.append(f"LOAD_ROW(c_{name}, {self._of_block(name, '0')}, args.p_{name}, at_{name})")
+            lines += _load_row(f"c_{name}", self._of_block(name, "0"), name)
         return lines
 
     def _of_block(self, name: str, vector: str) -> str:
         """Index of a vector of streamed row j: rows that are summed stay for the whole block."""
         return f"j * VECS + {vector}" if name in self.summed else vector
 
-    def _multiply(self) -> list[str]:
+    def _multiply(self) -> Lines:
         """Products of SPREAD held rows with row j: each lane sums up its own dimensions, then the lanes are added."""
-        lines = []
+        lines: Lines = []
         for name, (a, b) in self.fold.products.items():
             held = f"h_{a}[(r * SPREAD + i) * VECS + {{}}]"
             first = f"dot[i] = {held.format(0)} * c_{b}[{self._of_block(b, '0')}];"
             more = f"dot[i] = fma({held.format('c')}, c_{b}[{self._of_block(b, 'c')}], dot[i]);"
-            chain = [*_each("i", "SPREAD", [first]), *_each("c", "VECS", _each("i", "SPREAD", [more]), begin=1)]
+            chain = [*loop("i", "SPREAD", [first]), *loop("c", "VECS", loop("i", "SPREAD", [more]), begin=1)]
             result = f"x_{name}[r * BLOCK + j] = dot[0];"
-            lines += ["{", *_inside(["float dot[SPREAD];", *chain, "ADD_LANES(dot)", result]), "}"]
+            lines.append(Braces(["float dot[SPREAD];", *chain, *_add_lanes("dot"), result]))
         return lines
 
-    def _add(self) -> list[str]:
+    def _add(self) -> Lines:
         """Streamed rows times weights into the sums of held row i, whose weights lie in lane i."""
         sums = self.fold.sums
         factors = dict.fromkeys(self.factors[one.factor] for one in sums if one.factor is not None)
-        lines = [f"const float of_{name} = FROM_LANE({name}[r], i);" for name in factors]
+        lines: Lines = [f"const float of_{name} = FROM_LANE({name}[r], i);" for name in factors]
         weights = dict.fromkeys(self.weights[one.weight] for one in sums)
         lines.append(f"float {', '.join(f'of_{name}[BLOCK]' for name in weights)};")
-        lines += _each("j", "BLOCK", [f"of_{name}[j] = FROM_LANE({name}[r * BLOCK + j], i);" for name in weights])
+        lines += loop("j", "BLOCK", [f"of_{name}[j] = FROM_LANE({name}[r * BLOCK + j], i);" for name in weights])
         for one in sums:
             so_far = f"a_{one.name}[(r * SPREAD + i) * VECS + c]"
             times = "" if one.factor is None else f" * of_{self.factors[one.factor]}"
             add = f"sum = fma(of_{self.weights[one.weight]}[j], c_{one.of}[j * VECS + c], sum);"
-            each = [f"float sum = {so_far}{times};", *_each("j", "BLOCK", [add]), f"{so_far} = sum;"]
-            lines += _each("c", "VECS", each)
+            each = [f"float sum = {so_far}{times};", *loop("j", "BLOCK", [add]), f"{so_far} = sum;"]
+            lines += loop("c", "VECS", each)
         return lines
 
-    def _pairs(self) -> list[str]:
+    def _pairs(self) -> Lines:
         """From the products of a block to its weights and to the states with it in them."""
         fold = self.fold
         registers = [f"{name}[ROWS * BLOCK]" for name in (*self.tops, *self.weights.values())]
         registers += [f"{name}[ROWS]" for name in self.factors.values()]
         numbers = fold.of_kind("streamed")
         registers += [f"n_{name}[BLOCK]" for name in numbers]
-        lines = [f"float {', '.join(registers)};"] if registers else []
+        lines: Lines = [f"float {', '.join(registers)};"] if registers else []
         if numbers:
-            lines += _each("j", "BLOCK", [f"n_{name}[j] = FROM_LANE(my_{name}, j);" for name in numbers])
+            lines += loop("j", "BLOCK", [f"n_{name}[j] = FROM_LANE(my_{name}, j);" for name in numbers])
         seen = ["const uint i = r * BLOCK + j;", "bool seen = uint(block + int(j) - low[r]) < uint(count[r]);"]
         if self.unseen_of_pair is not None:
             seen += [*self._assign("bool", {"unseen": self.unseen_of_pair}), "seen = seen && !unseen;"]
-        body: list[str] = []
+        body: Lines = []
         new: dict[str, str] = {}
         if self.maxima:
             each = [*seen, *self._assign("float", {f"m_{state.name}": state.contribution for state in self.maxima})]
@@ -360,7 +372,7 @@ class _Writer:
                 each.append(f"{top}[i] = seen ? m_{state.name} : NEGATIVE_INFINITY;")
                 each.append(f"v_{state.name} = max(v_{state.name}, {top}[i]);")
                 new |= {state.name: f"v_{state.name}", f"old_{state.name}": f"s_{state.name}[r]"}
-            body += _each("j", "BLOCK", each)
+            body += loop("j", "BLOCK", each)
         for root, name in self.factors.items():
             body += self._assign("", {f"{name}[r]": root}, new)
         body += [f"float b_{state.name} = 0.0;" for state in self.totals]
@@ -373,7 +385,7 @@ class _Writer:
             each = [*seen, *self._assign("float", dict(zip(names, roots, strict=True)), new)]
             each += [f"w{i}[i] = seen ? {name} : 0.0;" for i, name in enumerate(names)]
             each += [f"b_{state.name} += {self.weights[state.contribution]}[i];" for state in self.totals]
-            body += _each("j", "BLOCK", each)
+            body += loop("j", "BLOCK", each)
         for state in self.totals:
             so_far: Expr = variable(state.name)
             if state.aligned is not None:
@@ -382,13 +394,13 @@ class _Writer:
             names_now = {**new, state.name: f"s_{state.name}[r]", "_block": f"b_{state.name}"}
             body += self._assign("", {f"s_{state.name}[r]": plus(so_far, variable("_block"))}, names_now)
         body += [f"s_{state.name}[r] = v_{state.name};" for state in self.maxima]
-        return [*lines, *_each("r", "ROWS", body)] if body else lines
+        return lines + (loop("r", "ROWS", body) if body else [])
 
-    def _finish(self) -> list[str]:
+    def _finish(self) -> Lines:
         """What is written of the held rows."""
         fold = self.fold
         known = {state.name: f"s_{state.name}[r]" for state in fold.walk.states}
-        body = []
+        body: Lines = []
         for name, result in fold.walk.results.items():
             body += self._assign("float", {f"v_{name}": result}, known)
             known[name] = f"v_{name}"
@@ -396,12 +408,12 @@ class _Writer:
         for name, root in fold.values.items():
             values += self._assign("", {f"args.p_{name}.v[{self._value_place('held', 'HELD_ROW(r)')}]": root}, known)
         if values:
-            body += ["if (HELD_ROW(r) < args.num_held) {", *_inside(values), "}"]
-        body += _each("i", "SPREAD", self._write_row(known)) if fold.rows else []
+            body.append(Braces(values, head="if (HELD_ROW(r) < args.num_held)"))
+        body += loop("i", "SPREAD", self._write_row(known)) if fold.rows else []
         never = "if (touched == 1u && args.flags == 0xFFFFFFFFu) return;  // without it the loads would be left out"
-        return [never, *_each("r", "ROWS", body)]
+        return [never, *loop("r", "ROWS", body)]
 
-    def _write_row(self, known: Mapping[str, str]) -> list[str]:
+    def _write_row(self, known: Mapping[str, str]) -> Lines:
         """Row i, of which the lanes have its sums, and lane i its states and numbers."""
         fold = self.fold
         used = {name for op in ("variable", "whole") for name in named(fold.rows.values(), op)}
@@ -420,5 +432,5 @@ class _Writer:
         for name, root in fold.rows.items():
             each += self._assign("", {f"args.p_{name}.v[at_{name} + DIM(c)]": root}, elements)
         begins = ["const uint row = TILE_ROW(r, i);", *self._row_begins([*read, *fold.rows], "held", "row")]
-        write = _each("c", "VECS", ["if (HAS_DIM(c)) {", *_inside(each), "}"])
-        return [*lines, "if (TILE_ROW(r, i) < args.num_held) {", *_inside([*begins, *write]), "}"]
+        write = loop("c", "VECS", [Braces(each, head="if (HAS_DIM(c))")])
+        return [*lines, Braces([*begins, *write], head="if (TILE_ROW(r, i) < args.num_held)")]

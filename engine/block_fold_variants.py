@@ -18,8 +18,6 @@ ROWS = (4, 2, 1)  # held rows a lane
 # they save loads, and compile for seconds, on lavapipe 22.3 ten times as long as on 25. Measured at head_dim 16 to 128.
 _REGISTERS = {4: 768, 2: 1024}
 _REGISTERS_OLD = {4: 512, 2: 640}
-_SWIFTSHADER = 64  # rows a lane times head_dim, most: its compiler takes minutes for 128
-_UNROLLED_DIM = 128  # the largest head_dim that SwiftShader unrolls in seconds; 256 took it 26
 
 
 class TileVariant(NamedTuple):
@@ -41,22 +39,14 @@ class TileVariant(NamedTuple):
         return f"{self.fold}_{self.head_dim}_{self.tile.name}{self.suffix}"
 
 
-def device_tile(device: Capabilities, head_dim: int, rows: int) -> Tile:
-    """The tile of so many rows a lane on a device. How rows are read is up to a call (ops/block_fold_dispatch.py).
-
-    SwiftShader takes minutes to unroll large tiles and those whose last vector is not full.
-    """
-    spread = min(device.subgroup_size, 8)
-    rolled = device.driver == "SwiftShader" and (head_dim > _UNROLLED_DIM or head_dim % spread > 0)
-    return Tile(spread, rows, rolled)
+def device_tile(device: Capabilities, rows: int) -> Tile:
+    """The tile of so many rows a lane on a device. The width of loads is up to a call (ops/block_fold_dispatch.py)."""
+    return Tile(min(device.subgroup_size, 8), rows, "written" if device.driver == "SwiftShader" else "unrolled")
 
 
 def family_rows(device: Capabilities, head_dim: int, kept: int) -> tuple[int, ...]:
     """Rows a lane of a family's tiles, the widest first. kept: `rows_in_registers` of the fold."""
-    if device.driver == "SwiftShader":  # rolled, a tile lies in memory, whatever its size
-        rolled = device_tile(device, head_dim, 1).rolled
-        return tuple(rows for rows in ROWS if rolled or rows == 1 or rows * head_dim <= _SWIFTSHADER)
-    new = device.driver == "llvmpipe" and device.driver_major >= 24
+    new = device.driver == "SwiftShader" or (device.driver == "llvmpipe" and device.driver_major >= 24)
     most = _REGISTERS if new else _REGISTERS_OLD
     return tuple(rows for rows in ROWS if rows == 1 or rows * kept * head_dim <= most[rows])
 
@@ -65,7 +55,7 @@ def tile_variants(
     device: Capabilities, fold: str, head_dim: int, suffix: str = "", kept: int = 4
 ) -> tuple[TileVariant, ...]:
     """The family, widest first; the last is the base variant the others are checked by."""
-    tiles = [device_tile(device, head_dim, rows) for rows in family_rows(device, head_dim, kept)]
+    tiles = [device_tile(device, rows) for rows in family_rows(device, head_dim, kept)]
     return tuple(TileVariant(fold, head_dim, tile, suffix) for tile in tiles)
 
 

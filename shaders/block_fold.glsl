@@ -10,33 +10,33 @@
 // Where vector c begins, counted from this lane's first dimension; whether this lane's part of it is there at all.
 #define DIM(c) ((c) / WIDTH * (WIDTH * SPREAD) + (c) % WIDTH)
 #define HAS_DIM(c) (((c) < HEAD_DIM / (WIDTH * SPREAD) * WIDTH ? 0u : my_dim) + DIM(c) < HEAD_DIM)
-// The lane's elements of the row that begins at p.v[at - my_dim], to to[first], ...; 0 past the last dimension. PAIRS: two
-// neighbours as one 64-bit word (shaders/words.glsl says why); strides and addresses are then even.
+// Vector c of the row that begins at p.v[at - my_dim], to to[k]; 0 past the last dimension. PAIRS: c and c + 1 as one 64-bit
+// word (shaders/words.glsl says why); strides and addresses are then even.
 #if PAIRS
 layout(buffer_reference, std430, buffer_reference_align = 8) buffer U64 { uint64_t v[]; };
 vec2 load_pair(F32 p, uint i) { return uintBitsToFloat(unpackUint2x32(U64(uvec2(p)).v[i >> 1])); }
-#define LOAD_ROW(to, first, p, at) UNROLL for (uint c = 0; c < VECS; c += 2) { \
-        const vec2 pair = load_pair(p, (at) + DIM(c)); to[(first) + c] = pair.x; to[(first) + c + 1] = pair.y; }
+#define LOAD(to, k, p, at, c) if ((c) % 2 == 0) { \
+        const vec2 pair = load_pair(p, (at) + DIM(c)); to[k] = pair.x; to[(k) + 1] = pair.y; }
 #else
-#define LOAD_ROW(to, first, p, at) UNROLL for (uint c = 0; c < VECS; c++) { \
-        const float element = p.v[HAS_DIM(c) ? (at) + DIM(c) : (at) - my_dim]; to[(first) + c] = HAS_DIM(c) ? element : 0.0; }
+#define LOAD(to, k, p, at, c) { \
+        const float element = p.v[HAS_DIM(c) ? (at) + DIM(c) : (at) - my_dim]; to[k] = HAS_DIM(c) ? element : 0.0; }
 #endif
-// Lane i gets the sum over the lanes of a[i], in a[0]: each step adds halves of the lanes and halves the rows.
-#define ADD_HALVES(a, half) UNROLL for (uint i = 0; i < half; i++) { \
-        const bool low_half = (lane & half) == 0u; const float one = a[i], other = a[i + half]; \
+// A step of adding the lanes up: lanes of the lower half go on with a[i], the others with a[i + half].
+#define ADD_HALVES(a, i, half) { const bool low_half = (lane & half) == 0u; const float one = a[i], other = a[i + half]; \
         a[i] = (low_half ? one : other) + subgroupShuffleXor(low_half ? other : one, half); }
-#if SPREAD == 8
-#define ADD_LANES(a) ADD_HALVES(a, 4) ADD_HALVES(a, 2) ADD_HALVES(a, 1)
+// SwiftShader broadcasts faster than it shuffles, which takes a constant lane; lavapipe does not.
+#if WRITTEN
+#define FROM_LANE(x, i) subgroupBroadcast(x, i)
 #else
-#define ADD_LANES(a) ADD_HALVES(a, 2) ADD_HALVES(a, 1)
-#endif
 #define FROM_LANE(x, i) subgroupShuffle(x, gl_SubgroupSize == SPREAD ? (i) : lane - my_lane + (i))
+#endif
 // Every block touches the cache lines of the block after the next, a lane a line. 0 TOUCHES: hardware hides the wait.
 #define LINE 16
 #define LINES ((HEAD_DIM + LINE - 1) / LINE)
 #define AHEAD (2 * BLOCK)
 #define TOUCHES (TOUCH * (BLOCK * LINES + SPREAD - 1) / SPREAD)
-// Register tiles need unrolled loops. Only SwiftShader takes minutes and gigabytes for them; it gets loops as they are.
+// Register tiles need unrolled loops. SwiftShader takes minutes and gigabytes to unroll them; where its text is not written
+// out, it gets loops as they are.
 #if ROLLED
 #define UNROLL
 #else

@@ -13,7 +13,7 @@ from vkfold.engine.attention_folds import attention_d_kv, attention_d_q, attenti
 from vkfold.engine.attention_masks import KEYS_OF_QUERIES, QUERIES_OF_KEYS, seen_pairs
 from vkfold.engine.attention_scores import alibi, softcap
 from vkfold.engine.block_fold import BlockFold, RowSum
-from vkfold.engine.block_fold_glsl import Tile, block_fold_glsl
+from vkfold.engine.block_fold_glsl import LOOPS, Tile, block_fold_glsl
 from vkfold.engine.compute_engine import ComputeEngine
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.expr import equal, exp, maximum, uniform, variable, variables, where
@@ -247,7 +247,7 @@ def use_tile(monkeypatch: pytest.MonkeyPatch, tile: Tile) -> None:
 def test_kernels_of_other_drivers_have_the_same_bits(
     vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch, dim: int
 ) -> None:
-    """Loops unrolled or rolled, rows read as words and fetched ahead or one by one, and from odd addresses."""
+    """Loops unrolled, rolled, written out; rows read as words and fetched ahead, one by one, from odd addresses."""
     arrays = {"q": normal(1, 37, 2, dim), "k": normal(1, 45, 2, dim), "v": normal(1, 45, 2, dim, seed=1)}
     results = [on(vulkan, SQUARED, arrays, causal=True)]
     later = {name: vulkan.tensor(np.append(0.0, x))[1:].reshape(x.shape) for name, x in arrays.items()}
@@ -255,8 +255,8 @@ def test_kernels_of_other_drivers_have_the_same_bits(
     results.append([made.numpy() for made in vulkan.block_fold(SQUARED, **later, causal=True).values()])
     for words in {False, vulkan.recorder.in_words}:
         monkeypatch.setattr(vulkan.recorder, "in_words", words)
-        for rolled in (False, True):
-            use_tile(monkeypatch, Tile(min(vulkan.recorder.subgroup_size, 8), 1, rolled))
+        for loops in LOOPS:
+            use_tile(monkeypatch, Tile(min(vulkan.recorder.subgroup_size, 8), 1, loops))
             results.append(on(vulkan, SQUARED, arrays, causal=True))
     assert all(np.array_equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
@@ -273,6 +273,19 @@ def launched(engine: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> list[Kern
 
     monkeypatch.setattr(engine.recorder, "dispatch", noted)
     return kernels
+
+
+def test_without_a_compiler_loops_stay_rolled(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written-out kernels are not shipped: where they cannot be compiled, one with the same bits stands in."""
+    arrays = {"q": normal(1, 20, 2, 8), "k": normal(1, 31, 2, 8), "v": normal(1, 31, 2, 8, seed=1)}
+    tile = Tile(min(vulkan.recorder.subgroup_size, 8), 2, "written")
+    use_tile(monkeypatch, tile)
+    kernels = launched(vulkan, monkeypatch)
+    made = on(vulkan, SQUARED, arrays)
+    monkeypatch.setattr(block_fold_dispatch, "is_available", lambda kernel: "written" not in kernel.name)
+    again = on(vulkan, SQUARED, arrays)
+    assert [kernel.name for kernel in kernels] == ["squared_8_r2_written", "squared_8_r4_rolled"]
+    assert all(np.array_equal(a, b) for a, b in zip(made, again, strict=True))
 
 
 def test_pairs_are_read_where_everything_is_even(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:

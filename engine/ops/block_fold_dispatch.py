@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
 from ..block_fold_call import BlockCall
 from ..block_fold_glsl import BLOCK_ROWS, Tile, block_fold_kernel
 from ..kernel import Kernel
+from ..kernel_registry import is_available
 from ..tensor import Tensor
 
 if TYPE_CHECKING:
     from ..recorder import Recorder
 
+ROLLED_ROWS = 4  # of a tile with rolled loops: it lies in memory, whatever its size
 MAX_ROUNDS = 65000  # lavapipe 22.3 ends an invocation's loops after 65,535 rounds in all
 
 Pointer: TypeAlias = Union[Tensor, "tuple[Tensor, int]", int]  # as a dispatch takes it
@@ -40,11 +42,16 @@ class BlockPlan(NamedTuple):
 
 
 def fitted(gpu: Recorder, call: BlockCall, tile: Tile, aligned: bool) -> Tile:
-    """The tile as this call can have it, which changes no bit: with words on lavapipe, where strides and addresses are
-    even. aligned: rows begin on 8 bytes.
+    """The tile as this call can have it; none of it changes a bit.
+
+    On lavapipe rows are read as words where strides and addresses are even. Text that is written out is not shipped:
+    where there is no compiler, loops stay rolled. aligned: rows begin on 8 bytes.
     """
+    head_dim = call.sizes.head_dim
+    if tile.loops == "written" and not is_available(kernel_of(call.fold, head_dim, tile, suffix=call.suffix)):
+        return tile._replace(loops="rolled", rows=ROLLED_ROWS)
     even = aligned and not any(stride % 2 for stride in call.strides)
-    return tile._replace(words=even and gpu.in_words and not tile.rolled)
+    return tile._replace(words=even and gpu.in_words and tile.loops == "unrolled")
 
 
 def plan_block_fold(gpu: Recorder, call: BlockCall, tile: Tile, *, continues: bool = False) -> BlockPlan:

@@ -16,6 +16,7 @@ from ..matmul_variants import Capabilities
 from ..op import Op
 from .block_fold_check import right_tile
 from .block_fold_dispatch import (
+    ROLLED_ROWS,
     BlockPlan,
     Pointer,
     are_aligned,
@@ -34,14 +35,17 @@ MAX_POSITIONS = 2**16 * 2 - 1024  # a kernel passes two positions a round, and n
 
 
 def known_kernels(fold: BlockFold, suffix: str = "", *, continues: bool = False) -> Iterator[Kernel]:
-    """What launches ask for at the known head sizes."""
+    """What launches ask for at the known head sizes: on GPUs, on lavapipe, and on SwiftShader without a compiler.
+
+    Text that is written out for SwiftShader is too large to be shipped.
+    """
     for head_dim in KNOWN_HEAD_DIMS:
-        tiles: list[Tile] = []
+        tiles = [Tile(4, ROLLED_ROWS, "rolled")]
         for size, driver in ((4, "a GPU"), (8, "a GPU"), (8, "llvmpipe")):
             for major in (22, 25):
                 device = Capabilities(size, driver == "llvmpipe", driver, major)
                 rows = family_rows(device, head_dim, fold.rows_in_registers)
-                tiles += [device_tile(device, head_dim, n)._replace(words=device.is_cpu) for n in rows]
+                tiles += [device_tile(device, n)._replace(words=device.is_cpu) for n in rows]
         for tile in dict.fromkeys(tiles):
             yield kernel_of(fold, head_dim, tile, continues=continues, suffix=suffix)
 
