@@ -9,6 +9,7 @@ import pytest
 
 from vkfold.engine.matmul_choice import MatmulChooser
 from vkfold.engine.matmul_variants import Capabilities, Choice, Product, Variant, variants
+from vkfold.engine.ops import matmul_launch
 from vkfold.engine.ops.matmul import MATMUL
 from vkfold.engine.ops.matmul_launch import (
     ACROSS,
@@ -136,3 +137,28 @@ def test_they_are_compiled_ahead_of_time() -> None:
         for pairs in ALL_PAIRS:
             if has_pairs(variant, pairs):
                 assert matmul_kernel(variant, PAIRS_SUBGROUP, True, pairs).digest in digests
+
+
+@pytest.mark.parametrize(("k", "slices"), [(1100, 1), (2200, 2), (4720, 5)])
+def test_slices_of_k_change_no_bit(monkeypatch: pytest.MonkeyPatch, k: int, slices: int) -> None:
+    """On lavapipe a large product goes through a long k in parts of about 1,024, each of which goes on with C."""
+    rng = np.random.default_rng(k)
+    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((33, k), (k, 70)))
+    bias = rng.standard_normal(70).astype(np.float32)
+    bits, dispatched = [], []
+    for least_work in (2**62, 0):
+        monkeypatch.setattr(matmul_launch, "_SLICING_PAYS", least_work)
+        with VulkanEngine() as engine:
+            x, y, z = engine.tensor(a), engine.tensor(b), engine.tensor(bias)
+            engine.matmul(x, y, bias=z, activation="gelu")  # compares the kernels first
+            engine.flush_batch()
+            kernels: list[str] = []
+            engine.recorder.trace = kernels.append
+            made = engine.matmul(x, y, bias=z, activation="gelu")
+            engine.flush_batch()
+            engine.recorder.trace = None
+            bits.append(made.numpy().view(np.uint32))
+            dispatched.append(len(kernels))
+            sliced = engine.recorder.driver == "llvmpipe"
+    assert dispatched == [1, slices if sliced else 1]
+    assert np.array_equal(*bits)

@@ -25,7 +25,6 @@ from .activation import check_activation
 from .matmul_check import checked
 from .matmul_launch import (
     ALL_PAIRS,
-    MAX_SLICE,
     PAIRS_SUBGROUP,
     PLAIN,
     Epilogue,
@@ -36,6 +35,7 @@ from .matmul_launch import (
     pairs_of,
     plan_of,
     run_plan,
+    slice_of,
 )
 from .matmul_parts import SUM, OwnEpilogue, needed_shape, own_epilogue, usual_epilogue
 
@@ -109,7 +109,7 @@ def plan_for(
     plan = chooser.plans.get(key)
     while plan is None:
         choice = chooser.choose(layout.product, f"{'NT'[trans_a]}{'NT'[trans_b]}", precision)
-        kinds = {accumulate, accumulate or layout.product.k > MAX_SLICE}
+        kinds = {accumulate, accumulate or layout.product.k > slice_of(chooser.device, layout.product)}
         pairs = pairs_of(gpu, layout, choice) if aligned else PLAIN
         if all(checked(gpu, chooser, choice.variant, resumes, pairs) for resumes in kinds):
             plan = chooser.plans[key] = plan_of(gpu, chooser.device, layout, choice, pairs, epilogue=epilogue)
