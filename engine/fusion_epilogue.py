@@ -75,13 +75,14 @@ class _Epilogue:
         if own is None:
             self.root = usual_epilogue(bias is not None, call.settings["activation"], residual is not None)
             given = {variable("bias"): ("column", bias), variable("residual"): ("full", residual)}
-            new = {name: self.tensor(kind, t) for name, (kind, t) in given.items() if t is not None}
-            (self.root,) = substitute([self.root], new)
-        else:  # it has the names that are given here
-            self.root = own.root
-            for kind, tensor in zip(own.kinds, call.inputs[_OUT + 1 :], strict=True):
+            parts = {name: self.tensor(kind, t) for name, (kind, t) in given.items() if t is not None}
+            (self.root,) = substitute([self.root], parts)
+        else:  # a tensor that it has under two names has one here
+            new = {}
+            for i, (kind, tensor) in enumerate(zip(own.kinds, call.inputs[_OUT + 1 :], strict=True)):
                 assert tensor is not None
-                self.tensor(kind, tensor)
+                new[f"x{i}"] = self.tensor(kind, tensor)
+            (self.root,) = substitute([own.root], {variable(name): now for name, now in new.items()})
             floats = own.counts[0]
             numbers = call.settings["numbers"]
             self.numbers = {"s": list(numbers[:floats]), "n": list(numbers[floats:])}

@@ -52,9 +52,10 @@ def _only_reader(call: Call, behind: Sequence[Call]) -> int | None:
     if found is None:
         return None
     matmul = behind[found]
+    if matmul.op is not MATMUL:
+        return None
     a, b = matmul.inputs[:2]
-    assert a is not None or matmul.op is not MATMUL
-    if matmul.op is not MATMUL or a is None or b is None or extent(a) != bytes_of[0]:
+    if a is None or b is None or extent(a) != bytes_of[0]:
         return None
     others = [extent(t) for t in matmul.inputs[1:] if t is not None]
     fits = len(a.shape) == len(b.shape) == 2 and not overlap(bytes_of, others)

@@ -227,11 +227,13 @@ def plan_of(
     pairs: Pairs = PLAIN,
     prologue: FoldSpec | None = None,
     epilogue: OwnEpilogue | None = None,
+    *,
+    along_k: bool = False,
 ) -> Plan:
     """The dispatch that carries out a product with this choice, read in these pairs. prologue: of A (no batch, and no
-    tile of a whole workgroup). epilogue: instead of the usual one."""
+    tile of a whole workgroup), whose rows lie along k or do not. epilogue: instead of the usual one."""
     variant, (batch, m, n, _) = choice.variant, layout.product
-    parts = Parts(None if prologue is None else Prologue(prologue, choice.swapped, layout.a_k != 1), epilogue)
+    parts = Parts(None if prologue is None else Prologue(prologue, choice.swapped, along_k), epilogue)
     kernel = matmul_kernel(variant, gpu.subgroup_size, False, pairs, parts)
     tiles_m, tiles_n = tiles_of(device, layout.product, choice)
     a, b = (layout.batch_a, layout.a_row, layout.a_k), (layout.batch_b, layout.b_col, layout.b_k)

@@ -90,14 +90,16 @@ def prologue_plan(gpu: Recorder, x: Tensor, b: Tensor, prologue: FoldSpec, trans
     aligned = not (x.address | b.address) & 7
     chooser = MatmulChooser.of(gpu)
     forced = chooser.forced()
-    key = (prologue, layout, aligned, forced)
+    key = (prologue, layout, trans_a, aligned, forced)  # with one row or column strides do not tell how A lies
     plan = chooser.plans.get(key)
     if plan is None:
         choices = [chooser.named(forced)] if forced else candidates(chooser.device, layout.product)
         for choice in sorted(choices, key=lambda choice: estimate(chooser.device, layout.product, choice)):
             if not choice.variant.whole_workgroup and _is_right(gpu, chooser, choice):
                 pairs = pairs_of(gpu, layout, choice) if aligned else PLAIN
-                plan = chooser.plans[key] = plan_of(gpu, chooser.device, layout, choice, pairs, prologue)
+                plan = chooser.plans[key] = plan_of(
+                    gpu, chooser.device, layout, choice, pairs, prologue, along_k=trans_a
+                )
                 break
     return plan
 
