@@ -31,6 +31,10 @@ _STRIDES = {
 }
 
 
+def _strides(rows: str) -> dict[str, str]:
+    return {name: _STRIDES[name] for name in rows.split()}
+
+
 def _score_and_slope(score: Expr | None) -> tuple[Expr, Expr]:
     """A pair's score, and its derivative by scale * q.k."""
     x = _QK * _SCALE
@@ -80,7 +84,7 @@ def attention_forward(score: Expr | None = None) -> BlockFold:
         positions=_positions(score, "held_end", "streamed"),
         start={"largest": _SINK, "total": where(equal(_SINK, -math.inf), 0.0, 1.0)},
         seen=KEYS_OF_QUERIES,
-        strides=_STRIDES,
+        strides=_strides("q k v o"),
     )
 
 
@@ -102,7 +106,7 @@ def attention_d_q(score: Expr | None = None) -> BlockFold:
         positions=_positions(score, "held_end", "streamed"),
         unseen=equal(_LSE, -math.inf),
         seen=KEYS_OF_QUERIES,
-        strides=_STRIDES,
+        strides=_strides("q k v o d_o d_q"),
     )
 
 
@@ -123,5 +127,5 @@ def attention_d_kv(score: Expr | None = None) -> BlockFold:
         unseen=equal(_LSE, -math.inf),
         seen=QUERIES_OF_KEYS,
         shared="held",
-        strides=_STRIDES,
+        strides=_strides("k v q d_o d_k d_v"),
     )

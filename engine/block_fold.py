@@ -19,18 +19,19 @@ streamed rows in order into the sums by fma, after their factor. It is a functio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .expr import RANDOM, Expr, variable
+from .expr import RANDOM, Expr, checked_name, variable
 from .expr_numpy import evaluate
 from .expr_walk import named, topological
-from .fold import Walk
+from .fold import State, Walk
 
 MOST_OPTIONAL = 4
+_OWN_ARGUMENTS = ("num_held", "num_streamed", "heads", "flags", "members")  # a kernel's, besides p_ + a name
 # what a number that comes as a tensor belongs to -> the tensor's shape
 NUMBER_KINDS = {
     "held": "[batch, heads, rows], one a held row",
@@ -101,7 +102,8 @@ class BlockFold:
     strides: row name -> name of what says how far its rows lie apart, where that is not "held_row" or "streamed_row".
 
     A pair's expressions know products, positions, numbers and scalars; those of a row what belongs to it alone.
-    Raises ValueError for an expression of something that is not known where it stands.
+    Raises ValueError for an expression of something that is not known where it stands, TypeError for what is no
+    expression, no mapping, no list where one is needed.
     """
 
     name: str
@@ -124,7 +126,9 @@ class BlockFold:
     strides: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_names()
+        self._check_strides()
         of_row = self.known_of_row
         of_pair = of_row | set(self.products) | set(self.positions) | set(self.numbers)
         if self.unseen is not None:
@@ -135,14 +139,14 @@ class BlockFold:
                 self._refuse(f"state {state.name} is a sum, or a max that needs no aligning")
             self._check(state.name, state.contribution, of_pair | (set() if state.aligned is None else maxima))
             if state.aligned is not None:
-                self._check(state.name, state.aligned, {state.name, *maxima, *(f"old_{name}" for name in maxima)})
+                self._check_aligned(state.name, state.aligned, maxima, {state.name})
             elif state.merge == "max":
                 maxima.add(state.name)
         for row_sum in self.sums:
             factor = row_sum.factor
             self._check(row_sum.name, row_sum.weight, of_pair | (set() if factor is None else maxima))
             if factor is not None:
-                self._check(row_sum.name, factor, {*maxima, *(f"old_{name}" for name in maxima)})
+                self._check_aligned(row_sum.name, factor, maxima)
             if row_sum.of not in self.streamed:
                 self._refuse(f"{row_sum.name} sums {row_sum.of!r}, which is no streamed row")
         states = {state.name for state in self.walk.states}
@@ -159,6 +163,60 @@ class BlockFold:
         known |= {*self.held, *(row_sum.name for row_sum in self.sums)}
         for name, row in self.rows.items():
             self._check(name, row, known)
+
+    def _check_types(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"block fold: name is {self.name!r}, needed is a str, such as 'my_fold'")
+        if not (self.name.isidentifier() and self.name.isascii()):
+            raise ValueError(
+                f"block fold: name is {self.name!r}, and kernels are called by it: use ASCII letters, digits and "
+                "underscores, no digit first"
+            )
+        lists = {"held": self.held, "streamed": self.streamed, "scalars": self.scalars, "sums": self.sums}
+        for what, value in lists.items():
+            if isinstance(value, str) or not isinstance(value, Sequence):
+                self._mistyped(what, value, "a list, such as " + ("[RowSum(...)]" if what == "sums" else "['q']"))
+        named_things = ("products", "rows", "values", "numbers", "absent", "dots", "positions", "start", "strides")
+        for what in named_things:
+            if not isinstance(getattr(self, what), Mapping):
+                self._mistyped(what, getattr(self, what), "a dict by name")
+        if not isinstance(self.walk, Walk):
+            self._mistyped("walk", self.walk, "a Walk(states, results) of engine/fold.py")
+        parts = [("sums", one, RowSum) for one in self.sums] + [("walk.states", one, State) for one in self.walk.states]
+        for what, part, kind in parts:
+            if not isinstance(part, kind):
+                self._mistyped(f"one of {what}", part, f"a {kind.__name__}(...)")
+        for row_sum in self.sums:
+            if row_sum.aligned is not None and not isinstance(row_sum.aligned, Expr):
+                self._mistyped(f"aligned of {row_sum.name}", row_sum.aligned, "an expression, the sum * a factor")
+        if self.seen is not None and not isinstance(self.seen, SeenRows):
+            remedy = "a SeenRows such as KEYS_OF_QUERIES of engine/attention_masks.py, or None; causal is a call's"
+            self._mistyped("seen", self.seen, remedy)
+        for what, pairs in (("products", self.products), ("dots", self.dots)):
+            for name, pair in pairs.items():
+                if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+                    self._refuse(f"{what}: {name} is {pair!r}, needed are the names of two rows, such as ('q', 'k')")
+        for name, number in self.absent.items():
+            if isinstance(number, bool) or not isinstance(number, (int, float, np.integer, np.floating)):
+                self._mistyped(f"absent of {name}", number, "a number, which stands in where none is given")
+
+    def _check_strides(self) -> None:
+        """Strides are arguments of the kernel under the names they are given."""
+        rows = (*self.held, *self.streamed, *self.rows)
+        for row, name in self.strides.items():
+            if row not in rows:
+                self._refuse(f"strides are given for {row!r}, which is no row; those are {', '.join(rows)}")
+            if not isinstance(name, str):
+                self._mistyped(f"stride of {row}", name, "a name, such as 'q_row'")
+            try:
+                checked_name(name)
+            except ValueError as error:
+                self._refuse(f"stride of {row}: {error}")
+            if name in _OWN_ARGUMENTS or name.startswith(("p_", "_")):
+                self._refuse(
+                    f"stride of {row} is called {name!r}, as an argument of the kernel's own is: use another name, "
+                    f"such as {row + '_row'!r}"
+                )
 
     def _check_names(self) -> None:
         inputs = [*self.held, *self.streamed, *self.numbers, *self.scalars]
@@ -196,7 +254,22 @@ class BlockFold:
     def _refuse(self, what: str) -> None:
         raise ValueError(f"block fold {self.name!r}: {what}")
 
+    def _mistyped(self, what: str, value: Any, needed: str) -> None:
+        raise TypeError(f"block fold {self.name!r}: {what} is {value!r}, needed is {needed}")
+
+    def _check_aligned(self, what: str, root: Expr, maxima: set[str], more: Collection[str] = ()) -> None:
+        """What brings a sum to new maxima: without one it would depend on how streamed rows are cut into blocks."""
+        frames = {*maxima, *(f"old_{name}" for name in maxima)}
+        self._check(what, root, frames | set(more))
+        if not frames.intersection(named([root])):
+            self._refuse(
+                f"{what} is aligned by {root!r}, which depends on no maximum: name a max state before it and bring the "
+                "sum from old_ + its name to it, or leave `aligned` out"
+            )
+
     def _check(self, what: str, root: Expr, known: set[str], kind: str = "f") -> None:
+        if not isinstance(root, Expr):
+            self._mistyped(what, root, "an expression (engine/expr.py): variable(name), constant(number), or of those")
         if root.kind != kind:
             self._refuse(f"{what} is {root!r}, needed is {'a number' if kind == 'f' else 'a condition'}")
         unknown = [name for op in ("variable", "whole") for name in named([root], op) if name not in known]

@@ -339,6 +339,59 @@ def test_descriptions_that_cannot_be() -> None:
         block_fold_glsl(spec_with(), continues=True)
 
 
+def test_sums_are_aligned_by_a_maximum_only() -> None:
+    """Else each block would multiply the sum, and results would depend on how rows are cut."""
+    y, soft = variable("y"), State("largest", "max", QK)
+    for walk in ([State("total", "sum", QK, TOTAL * 2.0)], [soft, State("total", "sum", QK, TOTAL * 2.0)]):
+        with pytest.raises(ValueError, match=r"total is aligned by .* depends on no maximum: name a max state before"):
+            spec_with(walk=Walk(walk))
+    with pytest.raises(ValueError, match=r"y is aligned by .* depends on no maximum"):
+        spec_with(sums=[RowSum("y", "k", QK, y * 2.0)])
+
+
+@pytest.mark.parametrize("name", ["flags", "num_held", "num_streamed", "heads", "members", "p_q", "_x", "a b", ""])
+def test_strides_that_cannot_be(name: str) -> None:
+    with pytest.raises(ValueError, match=f"block fold 'mine': stride of q.*{name}"):
+        spec_with(strides={"q": name})
+
+
+def test_strides_belong_to_rows() -> None:
+    assert spec_with(strides={"q": "q_row"}).stride_of("q") == "q_row"
+    with pytest.raises(ValueError, match="strides are given for 'zz', which is no row; those are q, k"):
+        spec_with(strides={"zz": "held_row"})
+    with pytest.raises(TypeError, match="stride of q is 3, needed is a name"):
+        spec_with(strides={"q": 3})
+
+
+def test_descriptions_of_the_wrong_type() -> None:
+    for change, message in [
+        ({"values": "tt"}, "values is 'tt', needed is a dict"),
+        ({"values": {"y": "tt"}}, "y is 'tt', needed is an expression"),
+        ({"sums": [RowSum("y", "k", 3.0)]}, "y is 3.0, needed is an expression"),  # type: ignore[arg-type]
+        ({"sums": [RowSum("y", "k", QK, 2.0)]}, "aligned of y is 2.0, needed"),  # type: ignore[arg-type]
+        ({"sums": [QK]}, "one of sums is .*, needed is a RowSum"),
+        ({"sums": QK}, "sums is .*, needed is a list"),
+        ({"walk": [State("total", "sum", QK)]}, "walk is .*, needed is a Walk"),
+        ({"walk": Walk([QK])}, "one of walk.states is .*, needed is a State"),  # type: ignore[list-item]
+        ({"numbers": ["n"]}, "numbers is .*'n'.*, needed is a dict"),
+        ({"seen": "causal"}, "seen is 'causal', needed is a SeenRows such as KEYS_OF_QUERIES"),
+        ({"numbers": {"n": "held"}, "absent": {"n": "x"}}, "absent of n is 'x', needed is a number"),
+        ({"held": "q"}, "held is 'q', needed is a list"),
+        ({"streamed": "k"}, "streamed is 'k', needed is a list"),
+        ({"unseen": True}, "unseen is True, needed is an expression"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            spec_with(**change)
+    with pytest.raises(ValueError, match=r"products: qk is .*, needed are the names of two rows"):
+        spec_with(products={"qk": ("q", "k", "k")})
+    one: dict[str, Any] = {"held": ["q"], "streamed": ["k"], "products": {"qk": ("q", "k")}}
+    with pytest.raises(TypeError, match="name is 5, needed is a str"):
+        BlockFold(5, **one)  # type: ignore[arg-type]
+    for name in ("", "../x", "a\n*/b"):
+        with pytest.raises(ValueError, match=r"name is .* use ASCII letters"):
+            BlockFold(name, **one)
+
+
 def test_misuse_of_the_verb(cpu: CpuEngine) -> None:
     q, k = cpu.tensor(normal(1, 3, 4, 5)), cpu.tensor(normal(1, 6, 2, 5))
     spec = spec_with(numbers={"w": "streamed"}, scalars=["by"])
