@@ -37,7 +37,7 @@ class DriverMemory(NamedTuple):
 class Rule:
     """What an op's shape rule said for one combination of inputs and settings, kept because steps repeat."""
 
-    __slots__ = ("cost", "outputs", "ready", "ready_aligned", "scratch", "whole", "writes")
+    __slots__ = ("choice_state", "cost", "outputs", "ready", "ready_aligned", "scratch", "whole", "writes")
 
     def __init__(self, op: Op, specs: Sequence[TensorSpec | None], settings: dict[str, Any]) -> None:
         self.outputs = tuple(op.outputs(*specs, **settings))
@@ -46,6 +46,7 @@ class Rule:
         self.writes = tuple(op.written(len(specs), **settings))
         self.ready: set[Any] = set()  # alignments of inputs for which the kernels are compiled; launcher.py
         self.ready_aligned = False  # whether they are compiled for inputs that all start on 16 bytes
+        self.choice_state: Any = None  # for which that holds, of ops with variants; variant_choice.py
         self.whole = whole_settings(op)  # names; 2.0 finds the rule of 2, and no kernel takes it
 
 

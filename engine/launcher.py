@@ -10,6 +10,7 @@ from .never_made import NeverMade
 from .op import Op
 from .switches import logger
 from .tensor import Tensor
+from .variant_choice import VariantChooser, choice_state
 
 if TYPE_CHECKING:
     from .compute_engine import Rule
@@ -33,10 +34,21 @@ class OpLauncher:
     def make_ready(
         self, op: Op, rule: Rule, inputs: Sequence[Tensor | None], made: Sequence[Tensor], settings: Any
     ) -> None:
-        """Compile the kernels of a call, unless calls of the kind came before. Raises what recording it would raise."""
+        """Compile the kernels of a call, unless calls of the kind came before. Raises what recording it would raise.
+
+        They count no more once variants are chosen otherwise: a program may change VKFOLD_VARIANT while it runs.
+        """
+        state = choice_state()
+        if rule.choice_state is not None and rule.choice_state != state:
+            rule.ready.clear()
+            rule.ready_aligned = False
+            self._joint.clear()
         alignment = tuple([0 if t is None else t.address & 15 for t in inputs])
         if alignment not in rule.ready:
+            num_asked = VariantChooser.num_asked
             self._rehearse(op, inputs, made, settings)
+            if VariantChooser.num_asked != num_asked:
+                rule.choice_state = state
             rule.ready.add(alignment)
             if not any(alignment):
                 rule.ready_aligned = True

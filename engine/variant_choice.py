@@ -128,6 +128,8 @@ class VariantChooser(Generic[V]):
 
     family: ClassVar[str]  # as the table is called
     ops: ClassVar[tuple[str, ...]]  # that are forced apart
+    num_asked: ClassVar[int] = 0  # times that a choice was asked for, of any family: tells which calls choose
+    num_barred: ClassVar[int] = 0  # variants barred by this process, of any family
     _all: ClassVar[WeakKeyDictionary[Any, dict[type, Any]]] = WeakKeyDictionary()
 
     def __init__(self, device: Capabilities, table: TuningTable) -> None:
@@ -159,6 +161,7 @@ class VariantChooser(Generic[V]):
 
     def forced(self, op: str = "") -> str:
         """Name of the forced variant of an op, by default the family's first; "" for none."""
+        VariantChooser.num_asked += 1
         op = op or self.ops[0]
         for one, name in reversed(_forced):
             if one == op:
@@ -190,8 +193,14 @@ class VariantChooser(Generic[V]):
     def bar(self, variant: str, reason: str) -> None:
         """Never use a variant again on this device: in this process and, by the table, in later ones."""
         self.table.bar(variant, reason)
+        VariantChooser.num_barred += 1
         self.plans.clear()
         switches.logger.warning("%s variant %s is barred on this device: %s", self.family, variant, reason)
+
+
+def choice_state() -> Hashable:
+    """What choices depend on that may change while a program runs: while it is equal, no choice changes."""
+    return switches.raw("VKFOLD_VARIANT"), switches.raw("VKFOLD_TUNE"), VariantChooser.num_barred, *_forced
 
 
 def hash_of_files(names: Sequence[str]) -> str:

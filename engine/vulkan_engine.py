@@ -28,6 +28,7 @@ from .replay_stats import ReplayStats
 from .step_parameters import StepParameters
 from .tensor import Storage, Tensor
 from .transfer_queue import TransferQueue
+from .variant_choice import choice_state
 from .variant_families import check_forced
 from .vulkan_api import Buffer, Device, Instance
 
@@ -148,7 +149,8 @@ class VulkanEngine(PooledEngine):
             for tensor in inputs:
                 if tensor is not None:
                     addresses |= tensor.address
-            if addresses & 15 or not rule.ready_aligned:
+            state = rule.choice_state
+            if addresses & 15 or not rule.ready_aligned or (state is not None and state != choice_state()):
                 self._launcher.make_ready(op, rule, inputs, made, settings)
         if self.recorder.transfers is not None:
             written = op.written(len(inputs), **settings)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vkfold.engine import kernel_registry
-from vkfold.engine.errors import NeverMadeError, OutOfDeviceMemoryError, VkfoldError
+from vkfold.engine.errors import BadInputError, NeverMadeError, OutOfDeviceMemoryError, VkfoldError
 from vkfold.engine.expr import variables
 from vkfold.engine.fold import FoldSpec, State, Walk
 from vkfold.engine.fusion_map_op import FusedMapOp
@@ -102,6 +102,31 @@ def test_what_stops_compilation_stops_the_call(
     assert live_bytes(engine) == before
     monkeypatch.setattr(kernel_registry, "compile_glsl", compile_glsl)
     np.testing.assert_allclose(engine.map(expression, x=a).numpy(), ROW * ROW * odd, rtol=1e-6)
+
+
+@pytest.mark.parametrize("op", ["matmul", "attention"])
+@pytest.mark.parametrize("variable", ["VKFOLD_VARIANT", "VKFOLD_TUNE"])
+def test_a_bad_switch_is_an_error_of_the_call_that_it_meets(
+    engine: VulkanEngine, monkeypatch: pytest.MonkeyPatch, op: str, variable: str
+) -> None:
+    """A program may change it while it runs, when calls of the kind were made and their kernels compiled."""
+    a, q = engine.tensor(np.eye(8)), engine.tensor(np.ones((1, 4, 1, 8)))
+
+    def call() -> np.ndarray:
+        return (engine.matmul(a, a) if op == "matmul" else engine.attention(q, q, q)[0]).numpy()
+
+    monkeypatch.delenv(variable, raising=False)
+    expected = call()
+    before = live_bytes(engine)
+    for _ in range(2):
+        monkeypatch.setenv(variable, f"{op}=rows3" if variable == "VKFOLD_VARIANT" else "maybe")
+        for _ in range(2):
+            with pytest.raises(BadInputError, match=r"rows3|maybe"):
+                engine.matmul(a, a) if op == "matmul" else engine.attention(q, q, q)
+        assert live_bytes(engine) == before
+        assert np.array_equal(engine.scale(a, 2.0).numpy(), 2 * np.eye(8))
+        monkeypatch.delenv(variable)
+        assert np.array_equal(call(), expected)
 
 
 def no_memory() -> OutOfDeviceMemoryError:
