@@ -209,6 +209,7 @@ def kernel_arguments(parts: Parts) -> str:
     return ", ".join([*pointers, *scalars])
 
 
+@lru_cache(maxsize=256)
 def parts_includes(parts: Parts) -> tuple[str, ...]:
     """The files of shaders/ that `parts_glsl` begins with."""
     roots = [USUAL_EPILOGUE if parts.epilogue is None else parts.epilogue.root]
@@ -217,6 +218,7 @@ def parts_includes(parts: Parts) -> tuple[str, ...]:
     return glsl_includes(roots)
 
 
+@lru_cache(maxsize=256)  # many tiles share one text
 def parts_glsl(parts: Parts) -> str:
     """What comes before the text of matmul.comp or matmul_shared.comp: `finish`, and `prologue` where there is one."""
     text = "".join(read_shader(name) for name in parts_includes(parts))
