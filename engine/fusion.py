@@ -22,6 +22,7 @@ from .op import Cost, Op
 from .tensor import Storage, Tensor
 
 if TYPE_CHECKING:
+    from .fusion_apart import Apart
     from .recorder import Recorder
 
 WINDOW = 6  # calls held back: a value that is dropped has mostly been dropped that many ops later
@@ -33,7 +34,8 @@ class Call:
     """One op that is recorded and not launched yet. Holds addresses and no share in any storage.
 
     made: outputs, then temporaries. alive: for each output whether anybody can still read it. parts: names of the ops
-    that were called. scope: the profiler's. identity: equal for calls of one op with equal specs and settings.
+    that were called. joined: the two calls that it replaces. scope: the profiler's. identity: equal for calls of one op
+    with equal specs and settings.
     """
 
     __slots__ = (
@@ -44,6 +46,7 @@ class Call:
         "examined",
         "identity",
         "inputs",
+        "joined",
         "made",
         "num_outputs",
         "op",
@@ -72,6 +75,7 @@ class Call:
         self._reads: list[Range] | None = None
         self._writes: list[Range] | None = None
         self.parts: tuple[str, ...] = (op.name,)
+        self.joined: tuple[Call, Call] | None = None
         self.scope: Any = None
         if alive is None:
             self.inputs = [None if t is None else borrowed(t) if t.twin is None else t.twin for t in inputs]
@@ -107,6 +111,10 @@ class Call:
         """The tensors it writes: inputs that change, outputs, temporaries."""
         written = self.op.written(len(self.inputs), **self.settings)
         return [*(t for i in written if (t := self.inputs[i]) is not None), *self.made]
+
+    def single_calls(self) -> list[Call]:
+        """Itself, or what was joined into it, as the ops were called."""
+        return [self] if self.joined is None else [call for part in self.joined for call in part.single_calls()]
 
 
 class Merge(NamedTuple):
@@ -168,6 +176,11 @@ def overlap(some: Sequence[Range], others: Sequence[Range]) -> bool:
     return False
 
 
+def without(some: Sequence[Range], others: Sequence[Range]) -> list[Range]:
+    """The ranges that lie in none of the others."""
+    return [a for a in some if not any(b[0] <= a[0] and a[1] <= b[1] for b in others)]
+
+
 def can_move(call: Call, across: Sequence[Call]) -> bool:
     """Whether a call gives the same when carried out on the other side of the calls between."""
     reads, writes = call.reads(), call.writes()
@@ -182,7 +195,8 @@ class Launcher(Protocol):
     """What launches the calls: the engine.
 
     launch_call: record it. can_launch: whether the kernels of a joint call can be compiled; compiles them. give_up:
-    these calls will never be launched, because of an error. recorder: counts the commands it records.
+    these calls will never be launched, because of an error. take_apart: what becomes of a joined call
+    among those held back that reads bytes never made. recorder: counts the commands it records.
     """
 
     recorder: Recorder
@@ -192,6 +206,8 @@ class Launcher(Protocol):
     def can_launch(self, call: Call) -> bool: ...
 
     def give_up(self, calls: Sequence[Call], error: BaseException) -> None: ...
+
+    def take_apart(self, call: Call, held_back: Sequence[Call], never_made: Sequence[Range]) -> Apart: ...
 
 
 class Fusion:
@@ -228,11 +244,14 @@ class Fusion:
             try:
                 calls.append(call)
                 self._newest = call
-                self._launch_first()
+                while len(calls) > WINDOW:  # by more than one when a joined call was taken apart
+                    self._launch_first()
             except BaseException:
                 kept = before if self._progress == progress else calls
                 calls[:] = [other for other in kept if other is not self._newest]
                 raise
+            finally:
+                self._newest = None
         self.num_calls += 1
 
     def drain(self) -> None:
@@ -280,17 +299,22 @@ class Fusion:
             self._launching = False
 
     def _give_up(self, error: BaseException) -> None:
-        """Give up the first call, and those that read what it should have made."""
+        """Give up the first call, and those that read what it should have made; of a joined call the parts that do."""
         first, *others = self._calls
         given_up, never_made, kept = [first], list(first.writes()), []
         for call in others:
-            if overlap(call.reads(), never_made):
+            if not overlap(call.reads(), never_made):
+                kept.append(call)
+                never_made = without(never_made, call.writes())
+            elif call is self._newest:  # was not made, and changes nothing: `add`
+                continue
+            elif call.joined is None:
                 given_up.append(call)
                 never_made += call.writes()
             else:
-                kept.append(call)
-                anew = call.writes()
-                never_made = [a for a in never_made if not any(b[0] <= a[0] and a[1] <= b[1] for b in anew)]
+                parts, lost, never_made = self._launcher.take_apart(call, self._calls, never_made)
+                kept += parts
+                given_up += lost
         self._progress += 1
         self._launcher.give_up(given_up, error)
         self._calls[:] = kept
@@ -307,7 +331,7 @@ class Fusion:
         joint = [found.call] if found.first is None else [found.first, found.call]
         if after >= before or not all(map(self._launcher.can_launch, joint)):
             return False
-        found.call.parts = call.parts + last.parts
+        found.call.parts, found.call.joined = call.parts + last.parts, (call, last)
         found.call.scope = last.scope
         found.call.examined = last.examined
         if last is self._newest:
@@ -337,8 +361,9 @@ class Fusion:
                     continue
                 self._count(found.rule, True, before, after)
                 found.call.examined = True  # it is the next call's partner as it stands
-                found.call.parts = calls[found.first].parts + last.parts
-                found.call.scope = calls[found.first].scope
+                first = calls[found.first]
+                found.call.parts, found.call.joined = first.parts + last.parts, (first, last)
+                found.call.scope = first.scope
                 between = calls[found.first + 1 : -1]
                 calls[found.first :] = [found.call, *between] if found.at_first else [*between, found.call]
                 return

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .errors import OutOfDeviceMemoryError
+from .fusion_apart import Apart, take_apart
 from .never_made import NeverMade
 from .op import Op
 from .switches import logger
@@ -14,7 +15,7 @@ from .variant_choice import VariantChooser, choice_state
 
 if TYPE_CHECKING:
     from .compute_engine import Rule
-    from .fusion import Call
+    from .fusion import Call, Range
     from .vulkan_engine import VulkanEngine
 
 _MOST_JOINT = 4096
@@ -79,6 +80,10 @@ class OpLauncher:
                 self._joint.clear()
             self._joint[key] = found
         return found
+
+    def take_apart(self, call: Call, held_back: Sequence[Call], never_made: Sequence[Range]) -> Apart:
+        """What becomes of a joined call among those held back that reads bytes that were never made."""
+        return take_apart(call, held_back, never_made, lambda spec: self._engine.empty(spec.shape, spec.dtype))
 
     def give_up(self, calls: Sequence[Call], error: BaseException) -> None:
         """These calls will not be launched, or only in part: what they should have made is never read."""

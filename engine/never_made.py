@@ -26,7 +26,7 @@ class NeverMade:
         """These calls will not be launched (again)."""
         what = f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0]
         for call in calls:
-            for tensor in call.written():
+            for tensor in (tensor for part in call.single_calls() for tensor in part.written()):
                 origin = tensor.storage.origin
                 storage = None if origin is None else origin()
                 if storage is not None:
