@@ -390,6 +390,14 @@ class _HeadFold:
         used = {name: self.known[name] for name in named([root])}
         return evaluate([root], _=np.zeros((1, 1), self.dtype), **used)[0]
 
+    def _add(self, weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """weights @ rows, where a row counts only for those that see it: 0 * NaN is NaN."""
+        finite = np.isfinite(rows).all(axis=1)
+        total = weights[:, finite] @ rows[finite]
+        for j in np.flatnonzero(~finite):
+            total += np.where(self.seen[:, [j]], weights[:, [j]] * rows[j], 0)
+        return total
+
     def outputs(self) -> dict[str, np.ndarray]:
         """Rows [rows, head_dim] and values [rows, 1] by name."""
         fold, known = self.fold, self.known
@@ -408,7 +416,7 @@ class _HeadFold:
         with np.errstate(all="ignore"):
             for row_sum in fold.sums:
                 weights = np.where(self.seen, self.value(row_sum.weight), 0)
-                known[row_sum.name] = weights @ self.streamed[row_sum.of]
+                known[row_sum.name] = self._add(weights, self.streamed[row_sum.of])
         for name, result in fold.walk.results.items():
             known[name] = self.value(result)
         made = {name: self.value(root) for name, root in fold.values.items()}

@@ -284,7 +284,7 @@ class _Writer:
         streamed = list(dict.fromkeys((*self.multiplied, *self.summed)))
         body = ["#if TOUCHES", *loop("t", "TOUCHES", self._touch(streamed)), "#endif"]
         if fold.of_kind("streamed"):
-            body.append("const uint mine = uint(min(block + my_row, end - 1));")
+            body.append("const uint mine = uint(clamp(block + my_row, visited.x, end - 1));")
         for name in fold.of_kind("streamed"):
             body += self._load("float", f"my_{name}", name, self._value_place("streamed", "mine"))
         registers = [f"x_{name}[ROWS * BLOCK]" for name in fold.products]
@@ -308,9 +308,9 @@ class _Writer:
         return lines
 
     def _load_streamed(self, names: list[str]) -> Lines:
-        """Row j of a block. Rows past the end are read from the last that is seen: others may not have been written."""
+        """Row j of a block. For one outside of what is seen the nearest is read: others may not have been written."""
         lines: Lines = [
-            "const uint row = uint(min(block + int(j), end - 1));",
+            "const uint row = uint(clamp(block + int(j), visited.x, end - 1));",
             *self._row_begins(names, "streamed", "row"),
         ]
         for name in names:

@@ -297,6 +297,31 @@ def test_pairs_are_read_where_everything_is_even(vulkan: VulkanEngine, monkeypat
     assert [kernel.defines["PAIRS"] for kernel in kernels] == [vulkan.recorder.in_words, 0, 0]
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_rows_that_nobody_sees_are_not_read(vulkan: VulkanEngine, oracle: CpuEngine, bad: float) -> None:
+    """Queries before the first key and keys past the length may hold anything, at odd and even places."""
+    for s, t, length in [(12, 3, 3), (13, 3, 3), (4, 9, 5), (4, 9, 6)]:
+        q, k, v, d_o = (normal(1, rows, 2, 8, seed=i) for i, rows in enumerate((s, t, t, s)))
+        q[:, : max(s - t, 0)], d_o[:, : max(s - t, 0)] = bad, bad
+        k[:, length:], v[:, length:] = bad, bad
+        found = []
+        for engine in (vulkan, oracle):
+            x = [engine.tensor(a) for a in (q, k, v, d_o)]
+            mask: dict[str, Any] = {"causal": True, "key_lengths": engine.tensor(np.array([length], np.int32))}
+            o, lse = engine.attention(*x[:3], **mask)
+            found.append([a.numpy() for a in engine.attention_backward(x[3], *x[:3], o, lse, **mask)[1:]])
+        for made, want in zip(*found, strict=True):
+            assert np.isfinite(made).all() and np.allclose(made, want, rtol=1e-4, atol=1e-5)
+
+
+def test_the_reference_adds_what_is_seen_only(cpu: CpuEngine) -> None:
+    q, k, v = (normal(1, 6, 1, 4, seed=i) for i in range(3))
+    v[0, 3, 0, 1], v[0, 5, 0, 0] = math.nan, math.inf
+    o = cpu.attention(*(cpu.tensor(a) for a in (q, k, v)), causal=True)[0].numpy()[0, :, 0]
+    assert np.argwhere(np.isnan(o)).tolist() == [[3, 1], [4, 1], [5, 1]]
+    assert np.argwhere(np.isinf(o)).tolist() == [[5, 0]]
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 def spec_with(**more: Any) -> BlockFold:
     base: dict[str, Any] = {"held": ["q"], "streamed": ["k"], "products": {"qk": ("q", "k")}, "values": {"y": TOTAL}}
