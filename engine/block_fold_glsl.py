@@ -22,7 +22,9 @@ OPTIONAL_SHIFT = 28  # of `flags`: bits that say which optional numbers are give
 
 
 class Tile(NamedTuple):
-    """How a kernel cuts its work. No choice but `spread`, which the device gives, changes a bit of the results.
+    """How a kernel cuts its work. No choice but `spread`, which the device gives, changes a bit of finite results.
+
+    A streamed row that is not finite makes NaN of every held row whose tile visits it, seen or not: 0 * NaN is added.
 
     spread: lanes that share rows. rows: held rows a lane. loops: one of LOOPS. words: for lavapipe: rows are read two
     neighbours at a time, where lanes hold such, and fetched into caches ahead.
