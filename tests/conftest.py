@@ -77,3 +77,12 @@ def no_tensor_left(request: pytest.FixtureRequest) -> Iterator[None]:
     after = sum(stats.live_bytes for stats in engine.pool_stats().values())
     engine.release_idle_pool_blocks()
     assert after == before, f"{after - before} bytes are still allocated after the test"
+
+
+@pytest.fixture
+def untuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[VulkanEngine]:
+    """An engine that knows nothing of its device."""
+    monkeypatch.setenv("VKFOLD_CACHE_DIR", str(tmp_path))
+    engine = VulkanEngine()
+    yield engine
+    engine.close()

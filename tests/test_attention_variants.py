@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,15 +36,6 @@ NEWER = LAVAPIPE._replace(driver_major=25)
 GPU = Capabilities(32, False, "a GPU", 1)
 CALLS = attention_calls(1, 4, 40, 12, 2)
 KEYS = [f"attention_{kind} 1x4(2)x40x12 causal" for kind in ("forward", "d_q", "d_kv")]
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[VulkanEngine]:
-    """An engine that knows nothing of its device."""
-    monkeypatch.setenv("VKFOLD_CACHE_DIR", str(tmp_path))
-    engine = VulkanEngine()
-    yield engine
-    engine.close()
 
 
 def attention(engine: VulkanEngine, seq: int = 40, head_dim: int = 12, keys: int | None = None, **mask: Any) -> Any:
@@ -238,15 +227,15 @@ def test_every_op_that_can_be_forced_has_a_chooser() -> None:
 
 # -- tuning ------------------------------------------------------------------------------------------------------------
 def test_tuning_is_kept_used_and_changes_no_bit(
-    fresh: VulkanEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    untuned: VulkanEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured once; the next engine takes the fastest from the file, says why, and gives the same bits."""
-    before, chosen = attention(fresh), rows_of(fresh)
+    before, chosen = attention(untuned), rows_of(untuned)
     for call, key in zip(CALLS, KEYS, strict=True):
-        measured = tune_block_fold(fresh.recorder, call, rounds=2)
+        measured = tune_block_fold(untuned.recorder, call, rounds=2)
         assert measured.key == call.key == key and len(measured.seconds) > 1
         assert all(seconds > 0 for seconds in measured.seconds.values())
-    path = BlockFoldChooser.of(fresh.recorder).table.path
+    path = BlockFoldChooser.of(untuned.recorder).table.path
     assert path is not None
     data = json.loads(path.read_text())
     assert set(data["times"]) == set(KEYS)
@@ -270,7 +259,7 @@ def test_tuning_is_kept_used_and_changes_no_bit(
         assert rows_of(third) == chosen and "is not used" in caplog.text
 
 
-def test_every_input_a_fold_may_have_is_measured(fresh: VulkanEngine) -> None:
+def test_every_input_a_fold_may_have_is_measured(untuned: VulkanEngine) -> None:
     """Key lengths, documents, sinks and head values are there when the call has them."""
     calls = {}
     plain = attention_calls(2, 4, 24, 8)
@@ -279,7 +268,7 @@ def test_every_input_a_fold_may_have_is_measured(fresh: VulkanEngine) -> None:
     calls["sinks"] = [plain[0]._replace(given=("sinks",))]
     for name, several in calls.items():
         for call in several:
-            assert tune_block_fold(fresh.recorder, call, rounds=1).seconds, (name, call.key)
+            assert tune_block_fold(untuned.recorder, call, rounds=1).seconds, (name, call.key)
             assert call.key.endswith(f"causal {name}")
 
 
@@ -311,32 +300,32 @@ def wrong(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 def test_a_wrong_variant_is_barred_and_the_next_best_taken(
-    fresh: VulkanEngine, wrong: str, caplog: pytest.LogCaptureFixture
+    untuned: VulkanEngine, wrong: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before it computes anything anybody sees; for good; it cannot be forced, and other kernels are not barred."""
     with forced_variant("rows1", "attention"):
-        expected = attention(fresh, 33, 64)
-    chooser = BlockFoldChooser.of(fresh.recorder)
+        expected = attention(untuned, 33, 64)
+    chooser = BlockFoldChooser.of(untuned.recorder)
     call = next(call for call in attention_calls(1, 4, 33, 64, 2) if call.fold.name == wrong)
     chooser.table.note_times(call.key, {"rows2": 1.0, "rows4": 3.0, "rows1": 2.0})
-    assert equal(attention(fresh, 33, 64), expected)
+    assert equal(attention(untuned, 33, 64), expected)
     barred = min(chooser.table.barred)
-    assert set(chooser.table.barred) == {barred, *[f"{barred}_pairs"] * fresh.recorder.in_words}
+    assert set(chooser.table.barred) == {barred, *[f"{barred}_pairs"] * untuned.recorder.in_words}
     assert barred == f"{wrong}_64_{device_tile(chooser.device, 2).name}"
     assert f"block_fold variant {barred} is barred on this device" in caplog.text
     assert "words differ from rows1, the first at " in caplog.text
     assert chooser.choose(call).name == "rows1"
-    assert "rows2" not in tune_block_fold(fresh.recorder, call, rounds=1).seconds
+    assert "rows2" not in tune_block_fold(untuned.recorder, call, rounds=1).seconds
     with forced_variant("rows2", wrong), pytest.raises(VkfoldError, match="rows2 is forced and barred"):
-        attention(fresh, 33, 64)
+        attention(untuned, 33, 64)
     with VulkanEngine() as second:
         assert BlockFoldChooser.of(second.recorder).choose(call).name != "rows2"
         assert equal(attention(second, 33, 64), expected)
 
 
-def test_each_kernel_is_checked_once(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kernel_is_checked_once(untuned: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the life of the table, not of the process; the base variant is not compared with itself."""
-    attention(fresh, 70, 64)
+    attention(untuned, 70, 64)
     with VulkanEngine() as second:
         table = BlockFoldChooser.of(second.recorder).table
         assert len(table.checked) == 3 and not any("_r1" in name for name in table.checked)
@@ -346,7 +335,7 @@ def test_each_kernel_is_checked_once(fresh: VulkanEngine, monkeypatch: pytest.Mo
 
 
 def test_wrong_pairs_are_read_one_by_one(
-    fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    untuned: VulkanEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Kernels that read two elements at a time are compared with the base variant that does not, rows1 too; where one
     is wrong its variant goes on without."""
@@ -360,25 +349,25 @@ def test_wrong_pairs_are_read_one_by_one(
         return kernel
 
     with forced_variant("rows1", "attention"):
-        expected = attention(fresh)
-        table = BlockFoldChooser.of(fresh.recorder).table
-        assert len(table.checked) == 3 * fresh.recorder.in_words and not table.barred
+        expected = attention(untuned)
+        table = BlockFoldChooser.of(untuned.recorder).table
+        assert len(table.checked) == 3 * untuned.recorder.in_words and not table.barred
     table.checked.clear()
-    BlockFoldChooser.of(fresh.recorder).plans.clear()
+    BlockFoldChooser.of(untuned.recorder).plans.clear()
     for module in (block_fold_dispatch, block_fold_check):
         monkeypatch.setattr(module, "kernel_of", damaged)
     for rows in (1, 2):
         with forced_variant(f"rows{rows}", "attention"):
-            assert equal(attention(fresh), expected)
+            assert equal(attention(untuned), expected)
     pairs = [f"attention_forward_12_r{rows}_pairs" for rows in (1, 2)]
-    assert sorted(table.barred) == (pairs if fresh.recorder.in_words else [])
-    assert ("is barred" in caplog.text) == fresh.recorder.in_words
+    assert sorted(table.barred) == (pairs if untuned.recorder.in_words else [])
+    assert ("is barred" in caplog.text) == untuned.recorder.in_words
 
 
-def test_kernels_that_go_on_are_checked(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_go_on_are_checked(untuned: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the heads of a group take several dispatches, both kernels are compared."""
     monkeypatch.setattr(block_fold_dispatch, "MAX_ROUNDS", 1)
     with forced_variant("rows2", "attention_d_kv"):
-        attention(fresh)
-    names = [name for name in BlockFoldChooser.of(fresh.recorder).table.checked if name.startswith("attention_d_kv")]
+        attention(untuned)
+    names = [name for name in BlockFoldChooser.of(untuned.recorder).table.checked if name.startswith("attention_d_kv")]
     assert len(names) == 2 and sum("_more_" in name for name in names) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,15 +29,6 @@ OLD = Capabilities(8, True, "llvmpipe", 22, 4)
 PRODUCT = Product(1, 40, 48, 64)
 LAYOUT = layout_of(TensorSpec((40, 64)), TensorSpec((64, 48)), False, False)
 KEY = tuning_key(PRODUCT, "NN")
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[VulkanEngine]:
-    """An engine that knows nothing of its device."""
-    monkeypatch.setenv("VKFOLD_CACHE_DIR", str(tmp_path))
-    engine = VulkanEngine()
-    yield engine
-    engine.close()
 
 
 def product(engine: VulkanEngine) -> np.ndarray:
@@ -119,9 +109,9 @@ def test_two_at_the_same_moment_lose_nothing(tmp_path: Path) -> None:
     assert set(TuningTable(path).times) == {str(i) for i in range(40)}
 
 
-def test_key_holds_device_driver_and_kernels(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_holds_device_driver_and_kernels(untuned: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another driver, another device, other kernels: another file."""
-    physical = fresh.device.physical
+    physical = untuned.device.physical
     path = TuningTable.of_device(physical, "matmul", "hash").path
     for other in (
         TuningTable.of_device(physical, "matmul", "other"),
@@ -135,14 +125,14 @@ def test_key_holds_device_driver_and_kernels(fresh: VulkanEngine, monkeypatch: p
 
 
 def test_tuning_is_kept_used_and_changes_no_bit(
-    fresh: VulkanEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    untuned: VulkanEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured once; the next engine takes the fastest from the file, says why, and gives the same bits."""
-    before = product(fresh)
-    measured = tune_product(fresh.recorder, LAYOUT, "NN", rounds=2)
+    before = product(untuned)
+    measured = tune_product(untuned.recorder, LAYOUT, "NN", rounds=2)
     assert measured.key == KEY and len(measured.seconds) > 1 and all(t > 0 for t in measured.seconds.values())
-    assert np.array_equal(product(fresh).view(np.uint32), before.view(np.uint32))
-    path = MatmulChooser.of(fresh.recorder).table.path
+    assert np.array_equal(product(untuned).view(np.uint32), before.view(np.uint32))
+    path = MatmulChooser.of(untuned.recorder).table.path
     assert path is not None and json.loads(path.read_text())["times"][KEY] == measured.seconds
     # Whatever was the fastest: let the slowest be it, so that the table and not the estimate must have decided.
     slowest = max(measured.seconds, key=lambda name: measured.seconds[name])
@@ -159,10 +149,10 @@ def test_tuning_is_kept_used_and_changes_no_bit(
         assert f"{KEY}: {least_estimate(MatmulChooser.of(second.recorder).device, PRODUCT).name} (least" in caplog.text
 
 
-def test_host_clock_where_there_are_no_timestamps(fresh: VulkanEngine) -> None:
+def test_host_clock_where_there_are_no_timestamps(untuned: VulkanEngine) -> None:
     """Both clocks see the same work, the host's with the submit on top."""
-    aside = fresh.recorder.aside()
-    buffer = fresh.device.create_buffer(2**22, host_visible=False)
+    aside = untuned.recorder.aside()
+    buffer = untuned.device.create_buffer(2**22, host_visible=False)
     try:
         for timer in (Timer(aside), Timer(aside, no_timestamps=True)):
             seconds = [timer.seconds(lambda: aside.fill_buffer(buffer, 0, 2**22, 1)) for _ in range(3)]
@@ -170,13 +160,13 @@ def test_host_clock_where_there_are_no_timestamps(fresh: VulkanEngine) -> None:
             timer.close()
     finally:
         aside.close()
-        fresh.device.destroy_buffer(buffer)
+        untuned.device.destroy_buffer(buffer)
 
 
 @pytest.fixture
-def wrong(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> Choice:
+def wrong(untuned: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> Choice:
     """The choice for PRODUCT, whose kernel now leaves out the last value of k."""
-    choice = MatmulChooser.of(fresh.recorder).choose(PRODUCT)
+    choice = MatmulChooser.of(untuned.recorder).choose(PRODUCT)
 
     def damaged(
         variant: Variant,
@@ -198,34 +188,34 @@ def wrong(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> Choice:
 
 
 def test_a_wrong_variant_is_barred_and_reported(
-    fresh: VulkanEngine, wrong: Choice, caplog: pytest.LogCaptureFixture
+    untuned: VulkanEngine, wrong: Choice, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before it computes anything anybody sees; for good; and it cannot be forced."""
     rng = np.random.default_rng(3)
     a, b = rng.standard_normal((40, 64)), rng.standard_normal((64, 48))
-    result = product(fresh)
+    result = product(untuned)
     np.testing.assert_allclose(result, a.astype(np.float32) @ b.astype(np.float32), rtol=1e-4, atol=1e-4)
     name = wrong.variant.name
     assert f"matmul variant {name} is barred on this device" in caplog.text and "elements differ" in caplog.text
-    chooser = MatmulChooser.of(fresh.recorder)
+    chooser = MatmulChooser.of(untuned.recorder)
     assert name in chooser.table.barred
     assert chooser.choose(PRODUCT).variant != wrong.variant
-    assert name not in tune_product(fresh.recorder, LAYOUT, "NN", rounds=1).seconds
+    assert name not in tune_product(untuned.recorder, LAYOUT, "NN", rounds=1).seconds
     with forced_variant(name), pytest.raises(VkfoldError, match=f"{name} is forced and barred"):
-        product(fresh)
+        product(untuned)
     with VulkanEngine() as second:
         assert MatmulChooser.of(second.recorder).choose(PRODUCT).variant != wrong.variant
 
 
-def test_a_forced_wrong_variant_is_refused(fresh: VulkanEngine, wrong: Choice) -> None:
+def test_a_forced_wrong_variant_is_refused(untuned: VulkanEngine, wrong: Choice) -> None:
     """Forcing one that was never checked checks it first."""
     with forced_variant(wrong.name), pytest.raises(VkfoldError, match="is forced and barred"):
-        product(fresh)
+        product(untuned)
 
 
-def test_each_kernel_is_checked_once(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kernel_is_checked_once(untuned: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the life of the table, not of the process."""
-    product(fresh)
+    product(untuned)
     with VulkanEngine() as second:
         table = MatmulChooser.of(second.recorder).table
         assert table.checked

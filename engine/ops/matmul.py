@@ -284,6 +284,8 @@ def matmul(
     """
     if operands is not None and not isinstance(operands, Mapping):
         raise TypeError(f"matmul: operands is {described(operands)}, needed are tensors and numbers by name")
+    inputs: tuple[Tensor | None, ...] = (a, b, bias, residual, out)
+    own: dict[str, Any] = {}
     if epilogue is not None or operands:
         require_tensors("matmul", a=a, b=b)
         if activation is not None:
@@ -297,25 +299,15 @@ def matmul(
             if tensor is not None:
                 given[name] = tensor
         form, tensors, numbers = own_epilogue(epilogue, given, _Shape(a.spec, b.spec, trans_a, trans_b).out)
-        made = engine.execute(
-            MATMUL,
-            (a, b, None, None, out, *tensors),
-            trans_a=trans_a,
-            trans_b=trans_b,
-            activation=None,
-            accumulate=accumulate,
-            precision=precision,
-            epilogue=form,
-            numbers=numbers,
-        )
-        return made[0] if out is None else out
+        inputs, own = (a, b, None, None, out, *tensors), {"epilogue": form, "numbers": numbers}
     made = engine.execute(
         MATMUL,
-        (a, b, bias, residual, out),
+        inputs,
         trans_a=trans_a,
         trans_b=trans_b,
         activation=activation,
         accumulate=accumulate,
         precision=precision,
+        **own,
     )
     return made[0] if out is None else out
