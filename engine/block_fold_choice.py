@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from . import switches
 from .block_fold_call import BlockCall
 from .block_fold_variants import ROWS, TileVariant, device_tile, estimated_rows, tile_variants
 from .errors import BadInputError
 from .matmul_variants import Capabilities
 from .variant_cache import TuningTable
-from .variant_choice import OPS_WITH_VARIANTS, Selection, VariantChooser, hash_of_files, select
+from .variant_choice import OPS_WITH_VARIANTS, Selection, VariantChooser, hash_of_files, select, uses_tuning
 
 
 def family_of(device: Capabilities, call: BlockCall) -> tuple[TileVariant, ...]:
@@ -72,7 +71,7 @@ class BlockFoldChooser(VariantChooser[TileVariant]):
             tile = device_tile(self.device, int(name.removeprefix("rows")))
             choice = TileVariant(call.fold.name, call.sizes.head_dim, tile, call.suffix)
             return self.note(call.key, self.forced_choice(choice))
-        return self.note(call.key, select_for(self.device, call, self.table, switches.get("VKFOLD_TUNE")))
+        return self.note(call.key, select_for(self.device, call, self.table, uses_tuning()))
 
     def check_name(self, op: str, name: str) -> None:
         names = [f"rows{rows}" for rows in ROWS]

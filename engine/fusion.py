@@ -24,6 +24,7 @@ from .tensor import Storage, Tensor
 if TYPE_CHECKING:
     from .fusion_apart import Apart
     from .recorder import Recorder
+    from .variant_choice import ChoiceState
 
 WINDOW = 6  # calls held back: a value that is dropped has mostly been dropped that many ops later
 
@@ -35,13 +36,15 @@ class Call:
 
     made: outputs, then temporaries. alive: for each output whether anybody can still read it. parts: names of the ops
     that were called. joined: the two calls that it replaces. scope: the profiler's. identity: equal for calls of one op
-    with equal specs and settings.
+    with equal specs and settings. choices: what its kernels' variants were chosen by when it was made, None where it
+    has none.
     """
 
     __slots__ = (
         "_reads",
         "_writes",
         "alive",
+        "choices",
         "cost",
         "examined",
         "identity",
@@ -77,6 +80,7 @@ class Call:
         self.parts: tuple[str, ...] = (op.name,)
         self.joined: tuple[Call, Call] | None = None
         self.scope: Any = None
+        self.choices: ChoiceState | None = None
         if alive is None:
             self.inputs = [None if t is None else borrowed(t) if t.twin is None else t.twin for t in inputs]
             self.made = [borrowed(t) for t in made]
@@ -329,7 +333,7 @@ class Fusion:
         before = _moved(call) + _moved(last)
         after = _moved(found.call) + (0 if found.first is None else _moved(found.first))
         joint = [found.call] if found.first is None else [found.first, found.call]
-        if after >= before or not all(map(self._launcher.can_launch, joint)):
+        if after >= before or not all(self._can_join(call, last, one) for one in joint):
             return False
         found.call.parts, found.call.joined = call.parts + last.parts, (call, last)
         found.call.scope = last.scope
@@ -344,6 +348,13 @@ class Fusion:
         self._count(found.rule, found.first is None, before, after)
         return found.first is None
 
+    def _can_join(self, first: Call, last: Call, joint: Call) -> bool:
+        """Whether the kernels of a joint call can be compiled, with the variants that both calls chose."""
+        if first.choices is not None and last.choices is not None and first.choices != last.choices:
+            return False
+        joint.choices = first.choices or last.choices
+        return self._launcher.can_launch(joint)
+
     def _count(self, rule: str, saves_launch: bool, before: int, after: int) -> None:
         sums = self._fired.get(rule, (0, 0, 0, 0))
         self._fired[rule] = Fired(sums[0] + 1, sums[1] + saves_launch, sums[2] + before, sums[3] + after)
@@ -357,7 +368,7 @@ class Fusion:
             if found is not None:
                 before = _moved(calls[found.first]) + _moved(last)
                 after = _moved(found.call)
-                if after >= before or not self._launcher.can_launch(found.call):
+                if after >= before or not self._can_join(calls[found.first], last, found.call):
                     continue
                 self._count(found.rule, True, before, after)
                 found.call.examined = True  # it is the next call's partner as it stands

@@ -94,7 +94,7 @@ class _Rebuild:
         found = Call(
             part.op, part.cost, inputs, made, part.num_outputs, part.settings, part.alive, identity=part.identity
         )
-        found.scope, found.examined = part.scope, True
+        found.scope, found.choices, found.examined = part.scope, part.choices, True
         return found
 
     def _fresh(self, spec: TensorSpec) -> Tensor:

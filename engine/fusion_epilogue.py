@@ -18,6 +18,7 @@ from .kernel_registry import is_available
 from .ops.matmul import MATMUL, layout_of, plan_for
 from .ops.matmul_parts import OwnEpilogue, needed_shape, own_form, usual_epilogue
 from .tensor import Tensor, TensorSpec
+from .variant_choice import ChoosingAs
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -170,7 +171,9 @@ def _merged(gpu: Recorder, call: Call, product: Tensor, last: Call) -> Call | No
     inputs = [a, b, None, None, product if in_place else None, *epilogue.tensors]
     transposed = settings["trans_a"], settings["trans_b"]
     layout = layout_of(a.spec, b.spec, *transposed)
-    plan = plan_for(gpu, a, b, layout, *transposed, settings["accumulate"], settings.get("precision", "float32"), form)
+    accumulate, precision = settings["accumulate"], settings.get("precision", "float32")
+    with ChoosingAs(call.choices):
+        plan = plan_for(gpu, a, b, layout, *transposed, accumulate, precision, form)
     if not is_available(plan.kernel) or not is_available(plan.more):
         return None  # no kernel is cached, and there is no compiler
     cost = MATMUL.cost(*(None if t is None else t.spec for t in inputs), **settings)

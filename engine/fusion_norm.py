@@ -18,6 +18,7 @@ from .ops.matmul_prologue import MATMUL_PROLOGUE, prologue_plan
 from .ops.rms_norm import APPLY as RMS_APPLY
 from .ops.rms_norm import RMS_NORM, RMS_NORM_APPLY, RMS_NORM_STATS
 from .tensor import Tensor, TensorSpec
+from .variant_choice import ChoosingAs
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -78,7 +79,8 @@ def _merged(gpu: Recorder, call: Call, behind: Sequence[Call], place: int) -> La
     flat = [None if t is None else Tensor(t.engine, TensorSpec((t.size,)), t.storage, t.offset) for t in operands]
     inputs = [rows, *matmul.inputs[1:], *flat]
     settings = {**matmul.settings, "prologue": prologue}
-    plan = prologue_plan(gpu, rows, b, prologue, settings["trans_a"], settings["trans_b"])
+    with ChoosingAs(matmul.choices):
+        plan = prologue_plan(gpu, rows, b, prologue, settings["trans_a"], settings["trans_b"])
     if plan is None or not is_available(plan.kernel) or not is_available(plan.more):
         return None  # no kernel is shipped, and there is no compiler
     cost = MATMUL_PROLOGUE.cost(*(None if t is None else t.spec for t in inputs), **settings)

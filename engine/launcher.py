@@ -11,7 +11,7 @@ from .never_made import NeverMade
 from .op import Op
 from .switches import logger
 from .tensor import Tensor
-from .variant_choice import VariantChooser, choice_state
+from .variant_choice import ChoosingAs, VariantChooser, choice_state
 
 if TYPE_CHECKING:
     from .compute_engine import Rule
@@ -43,7 +43,6 @@ class OpLauncher:
         if rule.choice_state is not None and rule.choice_state != state:
             rule.ready.clear()
             rule.ready_aligned = False
-            self._joint.clear()
         alignment = tuple([0 if t is None else t.address & 15 for t in inputs])
         if alignment not in rule.ready:
             num_asked = VariantChooser.num_asked
@@ -66,10 +65,13 @@ class OpLauncher:
             key = call.op, *[None if t is None else t.spec for t in call.inputs], *call.settings.values()
         if addresses & 15:
             key = key, *[0 if t is None else t.address & 15 for t in (*call.inputs, *call.made)]
+        if call.choices is not None:
+            key = key, call.choices
         found = self._joint.get(key)
         if found is None:
             try:
-                self._rehearse(call.op, call.inputs, call.made, call.settings)
+                with ChoosingAs(call.choices):
+                    self._rehearse(call.op, call.inputs, call.made, call.settings)
                 found = True
             except (MemoryError, OutOfDeviceMemoryError):
                 return False

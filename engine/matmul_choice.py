@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from . import switches
 from .errors import BadInputError, VkfoldError
 from .matmul_variants import (
     Capabilities,
@@ -19,7 +18,7 @@ from .matmul_variants import (
     variants,
 )
 from .variant_cache import TuningTable
-from .variant_choice import Selection, VariantChooser, hash_of_files, select
+from .variant_choice import Selection, VariantChooser, hash_of_files, select, uses_tuning
 
 
 def tuning_key(product: Product, layout: str) -> str:
@@ -70,7 +69,7 @@ class MatmulChooser(VariantChooser[Choice]):
             return self.note(f"{key} {precision}", Selection(usable[0], f"{precision} was asked for"))
         if name:
             return self.note(key, self.forced_choice(self.named(name)))
-        return self.note(key, select_for(self.device, product, key, self.table, switches.get("VKFOLD_TUNE")))
+        return self.note(key, select_for(self.device, product, key, self.table, uses_tuning()))
 
     def check_name(self, op: str, name: str) -> None:
         self.named(name)

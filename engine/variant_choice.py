@@ -8,12 +8,13 @@ measured, is in `matmul_variants.py` and `block_fold_variants.py`; their chooser
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from . import switches
@@ -86,10 +87,7 @@ _forced: list[tuple[str, str]] = []
 
 @contextmanager
 def forced_variant(name: str, op: str = "matmul") -> Iterator[None]:
-    """Every launch of the op (a key of OPS_WITH_VARIANTS) inside uses this variant. For tests and measurements.
-
-    The engine may launch an op some calls late: end the batch or download results inside.
-    """
+    """Every call of the op (a key of OPS_WITH_VARIANTS) inside uses this variant. For tests and measurements."""
     _forced.extend((one, name) for one in OPS_WITH_VARIANTS[op])
     try:
         yield
@@ -162,11 +160,11 @@ class VariantChooser(Generic[V]):
     def forced(self, op: str = "") -> str:
         """Name of the forced variant of an op, by default the family's first; "" for none."""
         VariantChooser.num_asked += 1
-        op = op or self.ops[0]
-        for one, name in reversed(_forced):
+        op, state = op or self.ops[0], choice_state()
+        for one, name in reversed(state.forced):
             if one == op:
                 return name
-        return forced_by_switch(switches.raw("VKFOLD_VARIANT")).get(op, "")
+        return forced_by_switch(state.variant).get(op, "")
 
     def check_forced(self) -> None:
         """Raises BadInputError when VKFOLD_VARIANT names a variant that this device does not have."""
@@ -198,9 +196,56 @@ class VariantChooser(Generic[V]):
         switches.logger.warning("%s variant %s is barred on this device: %s", self.family, variant, reason)
 
 
-def choice_state() -> Hashable:
-    """What choices depend on that may change while a program runs: while it is equal, no choice changes."""
-    return switches.raw("VKFOLD_VARIANT"), switches.raw("VKFOLD_TUNE"), VariantChooser.num_barred, *_forced
+# -- what choices depend on --------------------------------------------------------------------------------------------
+class ChoiceState(NamedTuple):
+    """What choices depend on that may change while a program runs: while it is equal, no choice changes.
+
+    variant, tune: texts of VKFOLD_VARIANT and VKFOLD_TUNE. forced: by `forced_variant`. num_barred: of all families.
+    """
+
+    variant: str
+    tune: str
+    forced: tuple[tuple[str, str], ...]
+    num_barred: int
+
+
+class _OfCall(threading.local):
+    """state: of the call that is being launched, some calls after it was made; None: as things stand."""
+
+    state: ChoiceState | None = None
+
+
+_of_call = _OfCall()
+
+
+def choice_state() -> ChoiceState:
+    """What choices depend on now, or inside `ChoosingAs` did then."""
+    state = _of_call.state
+    if state is not None:
+        return state
+    tune = switches.raw("VKFOLD_TUNE")
+    return ChoiceState(switches.raw("VKFOLD_VARIANT"), tune, tuple(_forced), VariantChooser.num_barred)
+
+
+class ChoosingAs:
+    """Inside, variants are chosen as they were when `choice_state` gave this: what a call chooses does not depend on
+    when it is launched. Barred variants stay barred. None: as things stand."""
+
+    __slots__ = ("_before", "_state")
+
+    def __init__(self, state: ChoiceState | None) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._before, _of_call.state = _of_call.state, self._state
+
+    def __exit__(self, *exc: object) -> None:
+        _of_call.state = self._before
+
+
+def uses_tuning() -> bool:
+    """VKFOLD_TUNE: whether what was measured counts. Raises BadInputError for a text that says neither."""
+    return bool(switches.get("VKFOLD_TUNE", {"VKFOLD_TUNE": choice_state().tune}))
 
 
 def hash_of_files(names: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ from .replay_stats import ReplayStats
 from .step_parameters import StepParameters
 from .tensor import Storage, Tensor
 from .transfer_queue import TransferQueue
-from .variant_choice import choice_state
+from .variant_choice import ChoosingAs, choice_state
 from .variant_families import check_forced
 from .vulkan_api import Buffer, Device, Instance
 
@@ -159,6 +159,7 @@ class VulkanEngine(PooledEngine):
             self._launch_now(op, rule.cost, inputs, made, settings)
             return
         call = Call(op, rule.cost, inputs, made, len(rule.outputs), settings, identity=rule)
+        call.choices = rule.choice_state  # as things stand: see above
         if self.profiler is not None:
             call.scope = self.profiler.scope
         if self.fusion is not None:
@@ -187,7 +188,11 @@ class VulkanEngine(PooledEngine):
         if profiler is not None:
             profiler.begin(call)
         try:
-            self._launch_now(call.op, call.cost, call.inputs, call.made, call.settings)
+            if call.choices is None:
+                self._launch_now(call.op, call.cost, call.inputs, call.made, call.settings)
+            else:
+                with ChoosingAs(call.choices):
+                    self._launch_now(call.op, call.cost, call.inputs, call.made, call.settings)
         finally:
             if profiler is not None:
                 profiler.end()

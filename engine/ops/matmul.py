@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import switches
 from ..dtypes import rounded
 from ..expr import Expr
 from ..expr_numpy import evaluate
@@ -21,6 +20,7 @@ from ..matmul_variants import PRECISIONS, SUBGROUP_SIZES, Product, all_variants,
 from ..op import Op, register
 from ..step_parameters import StepParameters
 from ..tensor import Tensor, TensorSpec
+from ..variant_choice import choice_state
 from .activation import check_activation
 from .matmul_check import checked
 from .matmul_launch import (
@@ -104,8 +104,8 @@ def plan_for(
     """
     chooser = MatmulChooser.of(gpu)
     aligned = not (a.address | b.address) & 7  # both operands start on 8 bytes
-    tuned = switches.raw("VKFOLD_TUNE")
-    key = (layout, trans_a, trans_b, accumulate, precision, aligned, chooser.forced(), tuned, epilogue)
+    tune = choice_state().tune
+    key = (layout, trans_a, trans_b, accumulate, precision, aligned, chooser.forced(), tune, epilogue)
     plan = chooser.plans.get(key)
     while plan is None:
         choice = chooser.choose(layout.product, f"{'NT'[trans_a]}{'NT'[trans_b]}", precision)
