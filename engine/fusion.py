@@ -7,8 +7,8 @@ as they were made. VKFOLD_FUSION=0 switches it off; `engine.fusion.report()` say
 
 No call is lost. The engine compiles a call's kernels before it comes into the window, so what is wrong with one is an
 error of the call itself. What fails at the launch all the same (an interrupt, no memory) leaves the call where it was,
-to be tried again; a call of which part is recorded, or that cannot be made at all, is given up, and what it should have
-made is never read.
+to be tried again; a joint call that cannot be made is taken apart. A call of which part is recorded, or that cannot be
+made at all, is given up, and what it should have made is never read.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Call:
     """One op that is recorded and not launched yet. Holds addresses and no share in any storage.
 
     made: outputs, then temporaries. alive: for each output whether anybody can still read it. parts: names of the ops
-    that were called. joined: the two calls that it replaces. scope: the profiler's. identity: equal for calls of one op
-    with equal specs and settings. choices: what its kernels' variants were chosen by when it was made, None where it
-    has none.
+    that were called. joined: the two calls that it replaces. whole: the call of which it is what a late merge left.
+    scope: the profiler's. identity: equal for calls of one op with equal specs and settings. choices: what its kernels'
+    variants were chosen by when it was made, None where it has none.
     """
 
     __slots__ = (
@@ -56,6 +56,7 @@ class Call:
         "parts",
         "scope",
         "settings",
+        "whole",
     )
 
     def __init__(
@@ -79,6 +80,7 @@ class Call:
         self._writes: list[Range] | None = None
         self.parts: tuple[str, ...] = (op.name,)
         self.joined: tuple[Call, Call] | None = None
+        self.whole: Call | None = None
         self.scope: Any = None
         self.choices: ChoiceState | None = None
         if alive is None:
@@ -198,9 +200,10 @@ def can_move(call: Call, across: Sequence[Call]) -> bool:
 class Launcher(Protocol):
     """What launches the calls: the engine.
 
-    launch_call: record it. can_launch: whether the kernels of a joint call can be compiled; compiles them. give_up:
-    these calls will never be launched, because of an error. take_apart: what becomes of a joined call
-    among those held back that reads bytes never made. recorder: counts the commands it records.
+    launch_call: record it. can_launch: whether the kernels of a joint call can be compiled; compiles them. refuse: it
+    failed at the launch, so that such calls are joined no more. give_up: these calls will never be launched, because of
+    an error. take_apart: what becomes of a joined call among those held back that is not launched, or that reads bytes
+    never made. recorder: counts the commands it records.
     """
 
     recorder: Recorder
@@ -208,6 +211,8 @@ class Launcher(Protocol):
     def launch_call(self, call: Call) -> None: ...
 
     def can_launch(self, call: Call) -> bool: ...
+
+    def refuse(self, call: Call, error: Exception) -> None: ...
 
     def give_up(self, calls: Sequence[Call], error: BaseException) -> None: ...
 
@@ -296,11 +301,30 @@ class Fusion:
             del calls[0]
         except BaseException as error:
             again = not isinstance(error, Exception) or isinstance(error, (MemoryError, OutOfDeviceMemoryError))
-            if calls and calls[0] is call and not (again and recorder.num_commands == num_commands):
-                self._give_up(error)
+            if calls and calls[0] is call:
+                nothing_recorded = recorder.num_commands == num_commands
+                if nothing_recorded and isinstance(error, Exception) and not again and self._take_apart(error):
+                    return
+                if not (again and nothing_recorded):
+                    self._give_up(error)
             raise
         finally:
             self._launching = False
+
+    def _take_apart(self, error: Exception) -> bool:
+        """Put the parts of the first call, which failed at the launch, in its place; False where that cannot be."""
+        call = self._calls[0]
+        if call.whole is not None:  # nothing has come before it since: it writes what is still its own
+            parts = [call.whole]
+        elif call.joined is not None:
+            parts, lost, _ = self._launcher.take_apart(call, self._calls, ())
+            if lost:  # there is no memory for what the joint call left out
+                return False
+        else:
+            return False
+        self._launcher.refuse(call, error)
+        self._calls[:1] = parts
+        return True
 
     def _give_up(self, error: BaseException) -> None:
         """Give up the first call, and those that read what it should have made; of a joined call the parts that do."""
@@ -342,7 +366,7 @@ class Fusion:
             self._newest = found.call
         behind[found.place] = found.call
         if found.first is not None:
-            found.first.scope = call.scope
+            found.first.scope, found.first.whole = call.scope, call
             behind.insert(0, found.first)
         self._calls[:] = behind
         self._count(found.rule, found.first is None, before, after)

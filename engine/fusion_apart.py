@@ -1,4 +1,4 @@
-"""Takes a joined call apart again when one of its parts can never be made: the others are launched by themselves."""
+"""Takes a joined call apart again when it, or one of its parts, can never be made: what can is launched by itself."""
 
 from __future__ import annotations
 

@@ -53,8 +53,9 @@ class OpLauncher:
             if not any(alignment):
                 rule.ready_aligned = True
 
-    def can_launch(self, call: Call) -> bool:
-        """Whether the kernels of a joint call can be compiled; compiles them."""
+    @staticmethod
+    def _kind(call: Call) -> Any:
+        """Equal for joint calls that need the same kernels."""
         addresses, key = 0, call.identity
         for tensor in call.inputs:
             if tensor is not None:
@@ -65,26 +66,38 @@ class OpLauncher:
             key = call.op, *[None if t is None else t.spec for t in call.inputs], *call.settings.values()
         if addresses & 15:
             key = key, *[0 if t is None else t.address & 15 for t in (*call.inputs, *call.made)]
-        if call.choices is not None:
-            key = key, call.choices
+        return key if call.choices is None else (key, call.choices)
+
+    def can_launch(self, call: Call) -> bool:
+        """Whether the kernels of a joint call can be compiled; compiles them."""
+        key = self._kind(call)
         found = self._joint.get(key)
-        if found is None:
-            try:
-                with ChoosingAs(call.choices):
-                    self._rehearse(call.op, call.inputs, call.made, call.settings)
-                found = True
-            except (MemoryError, OutOfDeviceMemoryError):
-                return False
-            except Exception as error:
-                logger.warning("%s: not joined, the calls are launched apart: %s", call.op.name, error)
-                found = False
-            if len(self._joint) >= _MOST_JOINT:
-                self._joint.clear()
-            self._joint[key] = found
-        return found
+        if found is not None:
+            return found
+        try:
+            with ChoosingAs(call.choices):
+                self._rehearse(call.op, call.inputs, call.made, call.settings)
+        except (MemoryError, OutOfDeviceMemoryError):
+            return False
+        except Exception as error:
+            self.refuse(call, error)
+            return False
+        self._note(key, True)
+        return True
+
+    def refuse(self, call: Call, error: Exception) -> None:
+        """Such calls are joined no more: one failed."""
+        # Its text, not the error: somebody may keep log records, and it would keep tensors.
+        logger.warning("%s: not joined, the calls are launched apart: %s", " + ".join(call.parts), str(error))
+        self._note(self._kind(call), False)
+
+    def _note(self, key: Any, can_launch: bool) -> None:
+        if len(self._joint) >= _MOST_JOINT:
+            self._joint.clear()
+        self._joint[key] = can_launch
 
     def take_apart(self, call: Call, held_back: Sequence[Call], never_made: Sequence[Range]) -> Apart:
-        """What becomes of a joined call among those held back that reads bytes that were never made."""
+        """What becomes of a joined call among those held back that fails, or reads bytes that were never made."""
         return take_apart(call, held_back, never_made, lambda spec: self._engine.empty(spec.shape, spec.dtype))
 
     def give_up(self, calls: Sequence[Call], error: BaseException) -> None:
