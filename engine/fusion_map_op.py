@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -64,7 +63,7 @@ class FusedMapOp(MapOp):
         scalars = dict(zip(kernel.scalars, values, strict=True))
         index = np.arange(num_elements)
         memory = {pointer: array.reshape(-1) for pointer, array in zip(kernel.pointers, arrays, strict=False)}
-        inputs = {o.name: memory[o.pointer][_indices(o.place, index, scalars)] for o in kernel.inputs}
+        inputs = {o.name: memory[o.pointer][o.indices(index, scalars)] for o in kernel.inputs}
         numbers = {
             name: int(value) if kernel.scalars[name] == "uint" else np.float32(value) for name, value in scalars.items()
         }
@@ -76,7 +75,7 @@ class FusedMapOp(MapOp):
             )
             made.append(memory[pointer])
         for operand, value in zip(kernel.outputs, results, strict=True):
-            memory[operand.pointer][_indices(operand.place, index, scalars)] = value
+            memory[operand.pointer][operand.indices(index, scalars)] = value
         return made
 
     def launch(  # type: ignore[override]
@@ -91,13 +90,6 @@ class FusedMapOp(MapOp):
     ) -> None:
         """Record it."""
         self.kernel.launch(gpu, num_elements, *inputs, *outputs, *values, wide=wide)
-
-
-def _indices(place: str, index: np.ndarray, scalars: dict[str, float]) -> Any:
-    """Where the elements of a place are: the place's own arithmetic of whole numbers, in Python."""
-    text = re.sub(r"\bargs\.(\w+)", lambda match: str(int(scalars[match.group(1)])), place)
-    text = re.sub(r"\b(\d+)u\b", r"\1", text).replace("/", "//")
-    return np.broadcast_to(eval(text, {"__builtins__": {}}, {"index": index}), index.shape)
 
 
 def joint_op(plan: Plan, one: MapKernel, two: MapKernel) -> FusedMapOp | None:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -120,6 +120,8 @@ class Kernel:
     count in brackets may be left out; where it is given, `VulkanEngine.dispatch` refuses a tensor with fewer elements.
     local_size: invocations a workgroup, or subgroups: whole subgroups a workgroup (size from the device); in GLSL the
     size is `gl_WorkGroupSize.x`. defines: preprocessor names and values. extensions: GLSL extensions beyond the usual.
+    constants: names and values of whole numbers that are put in when the pipeline is made, as the size is: kernels that
+    differ in nothing else (`specialized`) are one SPIR-V. family: what VKFOLD_VARIANT calls the family of its variants.
 
     Raises ValueError for malformed arguments, more than 128 bytes of them, or a file that is not there.
     """
@@ -134,6 +136,8 @@ class Kernel:
         subgroups: int = 0,
         defines: dict[str, int | float | str] | None = None,
         extensions: Sequence[str] = (),
+        constants: Mapping[str, int] | None = None,
+        family: str = "",
     ) -> None:
         for what, text in (("name", name), ("source", source), ("args", args)):
             if not isinstance(text, str):
@@ -153,6 +157,8 @@ class Kernel:
         self.local_size = local_size
         self.subgroups = subgroups
         self.defines = dict(defines or {})
+        self.constants = dict(constants or {})
+        self.family = family
         self._source = source
         self.args = [Argument(part.strip()) for part in args.split(",")]
         names = [arg.name for arg in self.args]
@@ -197,11 +203,26 @@ class Kernel:
             + (GLSL_STRUCT if self.takes_step else "")
             + defines
             + "layout(local_size_x_id = 0) in;\n"
+            + "".join(
+                f"layout(constant_id = {i}) const uint {name} = 1;\n" for i, name in enumerate(self.constants, start=1)
+            )
             + f"layout(push_constant, std430) uniform Args {{\n{members}    uint group_base;\n}} args;\n"
             + "uint group_index() { return args.group_base + gl_WorkGroupID.x; }\n"
             + "#line 1\n"
             + body
         )
+
+    def specialized(
+        self, suffix: str, *, local_size: int = 0, subgroups: int = 0, constants: Mapping[str, int] | None = None
+    ) -> Kernel:
+        """The same SPIR-V with another size or other constants. suffix: of its name."""
+        twin = copy(self)
+        twin.__dict__.pop("in_words", None)  # has this one's size
+        twin.name = self.name + suffix
+        if local_size or subgroups:
+            twin.local_size, twin.subgroups = local_size, subgroups
+        twin.constants = {**self.constants, **(constants or {})}
+        return twin
 
     @cached_property
     def in_words(self) -> Kernel:

@@ -20,26 +20,27 @@ class KernelPipelines:
         self.by_kernel: dict[Kernel, Pipeline] = {}
         self._ahead: dict[Recipe, Pipeline] = {}
 
-    def _text(self, kernel: Kernel) -> Kernel:
+    def text_of(self, kernel: Kernel) -> Kernel:
+        """The kernel, or its twin that this driver is given."""
         return kernel.in_words if self.in_words else kernel
 
     def _recipe(self, kernel: Kernel) -> Recipe:
-        return Recipe.of(self._text(kernel), self.device.subgroup_size, self.device.max_workgroup_invocations)
+        return Recipe.of(self.text_of(kernel), self.device.subgroup_size, self.device.max_workgroup_invocations)
 
     def make(self, kernel: Kernel) -> Pipeline:
         """The pipeline of a kernel that was not asked for yet."""
         recipe = self._recipe(kernel)
         found = self._ahead.pop(recipe, None)
         if found is None:
-            spirv = spirv_for(self._text(kernel))
-            found = self.device.create_pipeline(spirv, *recipe[2:4], kernel.name, recipe.subgroup_size)
+            spirv = spirv_for(self.text_of(kernel))
+            found = self.device.create_pipeline(spirv, *recipe[2:4], kernel.name, *recipe[4:])
         self.by_kernel[kernel] = found
         return found
 
     def compile(self, kernel: Kernel) -> None:
         """See to it that `make` will have SPIR-V. Raises what it would raise for a kernel that cannot be made."""
         if self._recipe(kernel) not in self._ahead:
-            spirv_for(self._text(kernel))
+            spirv_for(self.text_of(kernel))
 
     def recipes(self, used: Iterable[Pipeline]) -> list[Recipe]:
         """How to make these pipelines again."""

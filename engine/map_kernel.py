@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from .expr import RANDOM, Expr
 from .expr_glsl import KINDS, glsl_includes, glsl_statements
 from .expr_numpy import evaluate
 from .expr_walk import topological
 from .kernel import Kernel, read_shader
+from .map_choice import MapChooser
+from .map_variants import SIZES, MapVariant
+from .ops.map_check import right_map
 from .tensor import Tensor
+from .variant_choice import ask_state, choice_state
 
 if TYPE_CHECKING:
     from .recorder import Recorder
-
-_LOCAL_SIZE = 64
+    from .vulkan_engine import VulkanEngine
 
 _WIDE = """
 vec4 load_four(F32 p, uint i) { return read4(F32x4(uvec2(p)), i >> 2); }
 void store_four(F32 p, uint i, vec4 value) { write4(F32x4(uvec2(p)), i >> 2, value); }
 void main() {
-    const uint group = group_index() * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
-    if (group < args.num_elements / 4u) {
-        const uint index = group * 4u;
+    const uint whole = args.num_elements / 4u, start = group_index() * gl_WorkGroupSize.x * STEPS;
+    [[unroll]] for (uint turn = 0; turn < STEPS; ++turn) {
+        const uint group = start + turn * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
+        if (group < whole) {
+            const uint index = group * 4u;
 %(vec4)s
-    } else if (group == args.num_elements / 4u) {
-        for (uint index = group * 4u; index < args.num_elements; ++index) {
+        }
+    }
+    if (TAIL != 0 && whole - start < gl_WorkGroupSize.x * STEPS) {
+        for (uint index = whole * 4u + gl_LocalInvocationID.x; index < args.num_elements; index += gl_WorkGroupSize.x) {
 %(float)s
         }
     }
@@ -35,9 +45,13 @@ void main() {
 
 _NARROW = """
 void main() {
-    const uint index = group_index() * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
-    if (index >= args.num_elements) return;
+    const uint start = group_index() * gl_WorkGroupSize.x * STEPS;
+    [[unroll]] for (uint turn = 0; turn < STEPS; ++turn) {
+        const uint index = start + turn * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
+        if (index < args.num_elements) {
 %(float)s
+        }
+    }
 }
 """
 
@@ -59,6 +73,19 @@ class Operand(NamedTuple):
     def of(cls, what: str | Operand) -> Operand:
         """A name alone is a pointer of that name."""
         return what if isinstance(what, Operand) else cls(what, what)
+
+    def indices(self, index: np.ndarray, scalars: Mapping[str, float]) -> np.ndarray:
+        """Where the elements `index` are found: the place's own arithmetic of whole numbers, in Python."""
+        text = re.sub(r"\bargs\.(\w+)", lambda match: str(int(scalars[match.group(1)])), self.place)
+        text = re.sub(r"\b(\d+)u\b", r"\1", text).replace("/", "//")
+        return np.broadcast_to(eval(text, {"__builtins__": {}}, {"index": index}), index.shape)
+
+
+class MapPlan(NamedTuple):
+    """The dispatch of a call, but for its arguments."""
+
+    kernel: Kernel
+    num_groups: int
 
 
 class MapKernel:
@@ -108,10 +135,11 @@ class MapKernel:
         text = "".join(read_shader(include) for include in (*includes, *glsl_includes(self.expressions.values())))
         joined = ", ".join(args)
         self.pointers = tuple(access)
-        self.wide = Kernel(
-            name + "_vec4", text + read_shader("words.glsl") + _WIDE % bodies, joined, local_size=_LOCAL_SIZE
-        )
-        self.narrow = Kernel(name + "_scalar", text + _NARROW % bodies, joined, local_size=_LOCAL_SIZE)
+        wide, narrow = text + read_shader("words.glsl") + _WIDE % bodies, text + _NARROW % bodies
+        size, wide_only = SIZES[-1], {"STEPS": 1, "TAIL": 1}
+        self.wide = Kernel(name + "_vec4", wide, joined, local_size=size, constants=wide_only, family="map")
+        self.narrow = Kernel(name + "_scalar", narrow, joined, local_size=size, constants={"STEPS": 1}, family="map")
+        self._variants: dict[tuple[MapVariant, bool, bool], Kernel] = {}
 
     def reference(self, **arrays: Any) -> list[Any]:
         """The outputs in NumPy, in the order of the expressions, from arrays and scalars by name (and `step`)."""
@@ -121,15 +149,45 @@ class MapKernel:
         """Both widths."""
         return (self.wide, self.narrow)
 
-    def launch(self, gpu: Recorder, num_elements: int, *args: Tensor | float, wide: bool = True) -> None:
+    def variant(self, choice: MapVariant, *, wide: bool, tail: bool) -> Kernel:
+        """The kernel of a variant. tail: whether a wide one does the elements behind the last four."""
+        tail = tail and wide
+        found = self._variants.get((choice, wide, tail))
+        if found is None:
+            kernel = self.wide if wide else self.narrow
+            constants = {"STEPS": choice.steps} | ({"TAIL": int(tail)} if wide else {})
+            suffix = f"_{choice.name}{'_tail' * tail}"
+            found = kernel.specialized(suffix, local_size=choice.size, constants=constants)
+            self._variants[choice, wide, tail] = found
+        return found
+
+    def num_groups(self, choice: MapVariant, num_elements: int, *, wide: bool) -> int:
+        """Workgroups of a variant for so many elements."""
+        return -(-num_elements // (choice.pieces * (4 if wide else 1)))
+
+    def launch(self, gpu: Recorder | VulkanEngine, num_elements: int, *args: Tensor | float, wide: bool = True) -> None:
         """Record it. args: tensors, then scalars. wide=False where places are not multiples of 4."""
         addresses = 0
         for arg in args[: len(self.pointers)]:
             addresses |= arg.address  # type: ignore[union-attr]
-        if wide and not addresses % 16:
-            gpu.dispatch(self.wide, -(-num_elements // (4 * _LOCAL_SIZE)), *args, num_elements)
-        else:
-            gpu.dispatch(self.narrow, -(-num_elements // _LOCAL_SIZE), *args, num_elements)
+        wide = wide and not addresses % 16
+        chooser = gpu.choosers.get(MapChooser)
+        plan = chooser and chooser.plans.get((self, num_elements, wide, ask_state()))
+        kernel, num_groups = plan or self._plan(gpu, num_elements, wide)
+        gpu.dispatch(kernel, num_groups, *args, num_elements)
+
+    def _plan(self, on: Recorder | VulkanEngine, num_elements: int, wide: bool) -> MapPlan:
+        """Choose a variant that is known to be right, and work out its dispatch. Kept, since steps repeat."""
+        gpu: Recorder = getattr(on, "recorder", on)  # type: ignore[arg-type]
+        chooser, tail = MapChooser.of(gpu), num_elements % 4 != 0
+        kernel, width = (self.wide, 4) if wide else (self.narrow, 1)
+        while True:
+            choice = chooser.choose(kernel.name, num_elements, width, gpu.max_invocations)
+            if right_map(gpu, chooser, self, choice, wide=wide, tail=tail):
+                break
+        plan = MapPlan(self.variant(choice, wide=wide, tail=tail), self.num_groups(choice, num_elements, wide=wide))
+        chooser.keep((self, num_elements, wide, choice_state()), plan)
+        return plan
 
 
 def _statements(kind: str, read: Sequence[Operand], written: Sequence[Operand], body: str) -> str:

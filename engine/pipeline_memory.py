@@ -33,12 +33,15 @@ class Recipe(NamedTuple):
     local_size: int
     push_bytes: int
     subgroup_size: int | None
+    constants: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, kernel: Kernel, subgroup_size: int, max_invocations: int) -> Recipe:
         """The recipe of a kernel on a device with these limits."""
         size = kernel.workgroup_size(subgroup_size, max_invocations)
-        return cls(kernel.digest, kernel.name, size, kernel.packer.size, subgroup_size if kernel.subgroups else None)
+        required = subgroup_size if kernel.subgroups else None
+        constants = tuple(kernel.constants.values())
+        return cls(kernel.digest, kernel.name, size, kernel.packer.size, required, constants)
 
 
 def program_path(device: Device, program: str) -> Path:
@@ -51,11 +54,12 @@ def load_recipes(path: Path) -> list[Recipe]:
     """What was remembered; nothing where there is no such file, or a damaged one."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
-        recipes = [Recipe(*row) for row in rows]
-    except (OSError, ValueError, TypeError, RecursionError):
+        recipes = [Recipe(*row[:5])._replace(constants=tuple(row[5])) for row in rows]
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return []
-    kinds: tuple[Any, ...] = (str, str, int, int, (int, type(None)))
-    return [r for r in recipes if all(isinstance(value, kind) for value, kind in zip(r, kinds, strict=True))]
+    kinds: tuple[Any, ...] = (str, str, int, int, (int, type(None)), tuple)
+    recipes = [r for r in recipes if all(isinstance(value, kind) for value, kind in zip(r, kinds, strict=True))]
+    return [r for r in recipes if all(isinstance(value, int) and 0 <= value < 2**32 for value in r.constants)]
 
 
 def save_recipes(path: Path, recipes: Iterable[Recipe]) -> None:
@@ -80,7 +84,7 @@ def make_pipelines(device: Device, recipes: Sequence[Recipe]) -> dict[Recipe, Pi
             return None
         try:
             return device.create_pipeline(
-                spirv, recipe.local_size, recipe.push_bytes, recipe.name, recipe.subgroup_size
+                spirv, recipe.local_size, recipe.push_bytes, recipe.name, recipe.subgroup_size, recipe.constants
             )
         except VkfoldError as error:
             logger.info("kernel %s: not made ahead: %s", recipe.name, error)

@@ -73,6 +73,7 @@ class Recorder:
         self.next_input: Input | None = None  # what the next `write` brings, when that differs from step to step
         # Called before anything but an op's own commands is recorded: ops may be held back (fusion.py).
         self.before_recording: Callable[[], None] = lambda: None
+        self.choosers: dict[type, Any] = {}  # of variants: variant_choice.py
         self.transfers: TransferQueue | None = None  # a second queue, once tensors are offloaded on one
         self.trace: Callable[[str], None] | None = None  # hears the kernel of every dispatch; profiler.py
 
@@ -105,7 +106,9 @@ class Recorder:
 
     def aside(self) -> Recorder:
         """A recorder with the same pipelines, for work apart from the open batch. Close it."""
-        return Recorder(self.device, self.pipelines)
+        aside = Recorder(self.device, self.pipelines)
+        aside.choosers = self.choosers
+        return aside
 
     def own_buffer(self, nbytes: int, *, host_visible: bool) -> Buffer:
         """A new buffer that `close` destroys, once nothing uses it. Raises OutOfDeviceMemoryError."""

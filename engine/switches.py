@@ -180,8 +180,18 @@ def snapshot() -> tuple[str | None, ...]:
     return tuple(environment.get(name) for name in _WHILE_RECORDING)
 
 
+_KNOWN: Any = getattr(os.environ, "_data", None)  # None: a Python that has none
+_ENCODED: dict[str, Any] = {name: getattr(os.environ, "encodekey", str)(name) for name in SWITCHES}
+
+
 def raw(name: str) -> str:
-    """The text of a switch as it stands, "" when unset: for what is looked at in every op, where `get` is too slow."""
+    """The text of a switch as it stands, "" when unset: for what is looked at in every op, where `get` is too slow.
+
+    `os.environ` raises and catches an error for a variable that is not set, which takes longer than all else that
+    looking for a variant does; so its own dictionary is asked whether there is one.
+    """
+    if _KNOWN is not None and _ENCODED[name] not in _KNOWN:
+        return ""
     return os.environ.get(name, "")
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
-from weakref import WeakKeyDictionary
 
 from . import switches
 from .errors import BadInputError, VkfoldError
@@ -81,6 +80,7 @@ OPS_WITH_VARIANTS: dict[str, tuple[str, ...]] = {
     "attention_d_q": ("attention_d_q",),
     "attention_d_kv": ("attention_d_kv",),
     "block_fold": ("block_fold",),  # any but attention's
+    "map": ("map",),  # every elementwise kernel
 }
 _forced: list[tuple[str, str]] = []
 
@@ -115,6 +115,7 @@ def forced_by_switch(text: str) -> Mapping[str, str]:
 
 # -- choosing ----------------------------------------------------------------------------------------------------------
 C = TypeVar("C", bound="VariantChooser[Any]")
+_MOST_PLANS = 8192
 
 
 class VariantChooser(Generic[V]):
@@ -128,7 +129,6 @@ class VariantChooser(Generic[V]):
     ops: ClassVar[tuple[str, ...]]  # that are forced apart
     num_asked: ClassVar[int] = 0  # times that a choice was asked for, of any family: tells which calls choose
     num_barred: ClassVar[int] = 0  # variants barred by this process, of any family
-    _all: ClassVar[WeakKeyDictionary[Any, dict[type, Any]]] = WeakKeyDictionary()
 
     def __init__(self, device: Capabilities, table: TuningTable) -> None:
         self.device = device
@@ -139,13 +139,10 @@ class VariantChooser(Generic[V]):
     @classmethod
     def of(cls: type[C], gpu: Recorder) -> C:
         """The chooser of a recorder."""
-        choosers = VariantChooser._all.get(gpu)
-        if choosers is None:
-            choosers = VariantChooser._all[gpu] = {}
-        found: C | None = choosers.get(cls)
+        found: C | None = gpu.choosers.get(cls)
         if found is None:
             table = TuningTable.of_device(gpu.device.physical, cls.family, cls.kernel_hash())
-            found = choosers[cls] = cls(Capabilities.of(gpu), table)
+            found = gpu.choosers[cls] = cls(Capabilities.of(gpu), table)
         return found
 
     @classmethod
@@ -188,6 +185,13 @@ class VariantChooser(Generic[V]):
         switches.logger.info("%s: %s (%s)", key, choice.name, selection.why)
         return choice
 
+    def keep(self, key: Hashable, plan: Any) -> None:
+        """Keep what was worked out for a call; all is forgotten where shapes never end."""
+        if len(self.plans) >= _MOST_PLANS:
+            self.plans.clear()
+            self.reasons.clear()
+        self.plans[key] = plan
+
     def bar(self, variant: str, reason: str) -> None:
         """Never use a variant again on this device: in this process and, by the table, in later ones."""
         self.table.bar(variant, reason)
@@ -216,6 +220,7 @@ class _OfCall(threading.local):
 
 
 _of_call = _OfCall()
+_now = ChoiceState("", "", (), 0)  # as things stood the last time: one object while nothing changes
 
 
 def choice_state() -> ChoiceState:
@@ -223,8 +228,17 @@ def choice_state() -> ChoiceState:
     state = _of_call.state
     if state is not None:
         return state
-    tune = switches.raw("VKFOLD_TUNE")
-    return ChoiceState(switches.raw("VKFOLD_VARIANT"), tune, tuple(_forced), VariantChooser.num_barred)
+    global _now
+    now = switches.raw("VKFOLD_VARIANT"), switches.raw("VKFOLD_TUNE"), tuple(_forced), VariantChooser.num_barred
+    if now != _now:
+        _now = ChoiceState(*now)
+    return _now
+
+
+def ask_state() -> ChoiceState:
+    """The same, for a launch that looks for what it chose before: whoever watches sees that it chooses."""
+    VariantChooser.num_asked += 1
+    return choice_state()
 
 
 class ChoosingAs:

@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .block_fold_choice import BlockFoldChooser
+from .map_choice import MapChooser
+from .map_variants import map_variants
 from .matmul_choice import MatmulChooser
 from .variant_choice import VariantChooser
 
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-CHOOSERS: tuple[type[VariantChooser[Any]], ...] = (MatmulChooser, BlockFoldChooser)
+CHOOSERS: tuple[type[VariantChooser[Any]], ...] = (MatmulChooser, BlockFoldChooser, MapChooser)
+
+
+def variant_names(gpu: Recorder) -> dict[str, list[str]]:
+    """What VKFOLD_VARIANT calls a family whose variants are the same for all its kernels -> their names on this device,
+    the base variant first."""
+    return {"map": [choice.name for choice in reversed(map_variants("", gpu.max_invocations))]}
 
 
 def check_forced(gpu: Recorder) -> None:

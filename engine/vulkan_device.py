@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from . import host_memory, switches
@@ -304,13 +305,16 @@ class Device:
         push_bytes: int = PUSH_BYTES,
         name: str = "",
         subgroup_size_required: int | None = None,
+        constants: Sequence[int] = (),
     ) -> Pipeline:
         """A compute pipeline from SPIR-V whose specialization constant 0 is the local size.
 
-        subgroup_size_required: the size the kernel counts on; asked of the driver where it may vary. Raises
-        VkfoldError for sizes outside the device's limits, VulkanError when the driver refuses.
+        subgroup_size_required: the size the kernel counts on; asked of the driver where it may vary. constants: values
+        of the specialization constants 1, 2, ... Raises VkfoldError for sizes outside the device's limits, VulkanError
+        when the driver refuses.
         """
-        pipeline = make_pipeline(self, self._cache, spirv, local_size_x, push_bytes, name, subgroup_size_required)
+        required = subgroup_size_required
+        pipeline = make_pipeline(self, self._cache, spirv, (local_size_x, *constants), push_bytes, name, required)
         self.num_pipelines_made += 1
         return pipeline
 

@@ -108,6 +108,7 @@ class VulkanEngine(PooledEngine):
             self.instance.destroy()
             raise
         self.recorder = Recorder(self.device)
+        self.choosers = self.recorder.choosers  # a map kernel is launched on either
         if switches.raw("VKFOLD_VARIANT"):
             try:
                 check_forced(self.recorder)
@@ -188,7 +189,7 @@ class VulkanEngine(PooledEngine):
         if profiler is not None:
             profiler.begin(call)
         try:
-            if call.choices is None:
+            if call.choices is None or call.choices is choice_state():
                 self._launch_now(call.op, call.cost, call.inputs, call.made, call.settings)
             else:
                 with ChoosingAs(call.choices):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .errors import VkfoldError
@@ -31,10 +32,17 @@ class Pipeline:
 
 
 def make_pipeline(
-    device: Device, cache: Any, spirv: bytes, local_size_x: int, push_bytes: int, name: str, subgroup_size: int | None
+    device: Device,
+    cache: Any,
+    spirv: bytes,
+    specialized: Sequence[int],
+    push_bytes: int,
+    name: str,
+    subgroup_size: int | None,
 ) -> Pipeline:
-    """What `Device.create_pipeline` does, with the driver's pipeline cache given."""
+    """What `Device.create_pipeline` does, with the driver's pipeline cache given. specialized: constants by number."""
     lib, ffi, _, null = binding()
+    local_size_x = specialized[0]
     if len(spirv) % 4 or spirv[:4] != b"\x03\x02\x23\x07":
         raise VkfoldError(f"kernel {name!r}: these {len(spirv)} bytes are not SPIR-V")
     if not 0 < local_size_x <= device.max_workgroup_invocations:
@@ -51,12 +59,13 @@ def make_pipeline(
     module = ffi.new("VkShaderModule*")
     check(lib.vkCreateShaderModule(device.handle, module_info, null, module), f"vkCreateShaderModule of {name}")
     try:
-        value = ffi.new("uint32_t*", local_size_x)
-        entry = ffi.new("VkSpecializationMapEntry*")
-        entry.constantID, entry.offset, entry.size = 0, 0, 4
+        values = ffi.new("uint32_t[]", list(specialized))
+        entries = ffi.new("VkSpecializationMapEntry[]", len(specialized))
+        for i, entry in enumerate(entries):
+            entry.constantID, entry.offset, entry.size = i, 4 * i, 4
         constants = ffi.new("VkSpecializationInfo*")
-        constants.mapEntryCount, constants.pMapEntries = 1, entry
-        constants.dataSize, constants.pData = 4, value
+        constants.mapEntryCount, constants.pMapEntries = len(specialized), entries
+        constants.dataSize, constants.pData = 4 * len(specialized), values
         entry_point = ffi.new("char[]", b"main")
         required = _subgroup_requirement(device.physical, name, subgroup_size)
         flags = 0
@@ -77,7 +86,7 @@ def make_pipeline(
         out = ffi.new("VkPipeline*")
         result = lib.vkCreateComputePipelines(device.handle, cache, 1, info, null, out)
         check(result, f"vkCreateComputePipelines of {name}")
-        del value, entry, constants, entry_point, required, stage, code
+        del values, entries, constants, entry_point, required, stage, code
     finally:
         lib.vkDestroyShaderModule(device.handle, module[0], null)
     return Pipeline(out[0], device.pipeline_layout, name, local_size_x, subgroup_size)

@@ -57,7 +57,7 @@ def test_what_is_remembered_is_not_trusted(tmp_path: Path) -> None:
     good = load_recipes(file)
     known = len(good)
     bad = [good[0]._replace(digest="0" * 32), good[1]._replace(local_size=10**6)]
-    for text in ("", "{", "[1, 2]", '[["a"]]', '[["a", 1, "x", 4, null]]', "null"):
+    for text in ("", "{", "[1, 2]", '[["a"]]', '[["a", 1, "x", 4, null]]', '[["a", "k", 1, 4, null, ["x"]]]', "null"):
         file.write_text(text)
         assert load_recipes(file) == []
     save_recipes(file, [*bad, *good[2:]])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,11 @@ from vkfold.engine.matmul_variants import Product
 from vkfold.engine.ops.attention import attention_calls
 from vkfold.engine.ops.matmul import layout_of
 from vkfold.engine.tensor import Tensor, TensorSpec
+from vkfold.engine.vulkan_engine import VulkanEngine
 from vkfold.tools import kernel_lab, lab_ops
+from vkfold.tools.model_setup import make_model, make_optimizer, make_training_step
 from vkfold.tools.run_config import RunConfig
-from vkfold.tools.tune_calls import Calls, FoldCall, ProductCall, calls_of_step, calls_of_text
+from vkfold.tools.tune_calls import Calls, ElementwiseCall, FoldCall, ProductCall, calls_of_step, calls_of_text
 
 from .op_checks import EPS32
 
@@ -78,6 +82,24 @@ def test_attention_of_text_and_of_a_step() -> None:
     assert of_step == dict.fromkeys(keys, 6)
     with pytest.raises(BadInputError, match="4 heads cannot share 3 kv heads evenly"):
         calls_of_text("attention:1x4/3x8x4")
+
+
+def test_elementwise_calls_of_a_step_are_those_that_an_engine_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joined as fusion joins them."""
+    monkeypatch.setenv("VKFOLD_DEBUG", "0")
+    monkeypatch.setenv("VKFOLD_FUSION", "1")
+    config = RunConfig(inputs=[], d_model=16, num_layers=2, num_heads=2, seq_len=8, batch_size=2, dropout=0.1)
+    calls = {call.call.kernel: n for call, n in calls_of_step(config, 64).items() if isinstance(call, ElementwiseCall)}
+    launched: list[str] = []
+    with VulkanEngine() as engine:
+        model = make_model(engine, config, 64)
+        step = make_training_step(model, make_optimizer(model, config), config)
+        engine.recorder.trace = launched.append
+        tokens = np.zeros((2, 8), np.int32)
+        step([(tokens, tokens)], step=0, learning_rate=1e-3)
+        engine.end_batch()
+    of_maps = [re.sub(r"_\d+x\d(_tail)?$", "", name) for name in launched if re.search(r"(vec4|scalar)_\d+x", name)]
+    assert dict(Counter(of_maps)) == calls and "swiglu_backward__swiglu_vec4" in calls and calls["dropout_vec4"] > 2
 
 
 def test_what_has_one_key_is_one_call() -> None:
@@ -162,7 +184,7 @@ def test_tune_takes_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     assert vkfold_main(["tune", *(f"--{name}={value}" for name, value in small.items()), "--json"]) == 0
     rows = report(capsys)["calls"]
     assert len(rows) > 6 and all(row["ms"] > 0 for row in rows)
-    assert {row["call"].partition(" ")[0] for row in rows} == {"matmul", *(call.fold.name for call in FOLDS)}
+    assert {row["call"].partition(" ")[0] for row in rows} == {"matmul", "map", *(call.fold.name for call in FOLDS)}
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from ..engine.ops.attention import attention_calls
 from ..engine.profiler import OpProfiler
 from ..engine.tensor import Tensor
 from ..engine.variant_choice import forced_variant
+from ..engine.variant_families import variant_names as variant_names_of
 from ..engine.vulkan_engine import VulkanEngine
 from .console import TableConsole, run_program
 from .device_peaks import Peaks, measure_peaks
@@ -35,8 +36,8 @@ from .lab_ops import STEP, SUBJECTS, Subject, matmul_subject
 from .options import POSITIVE, option, parse_options
 
 DESCRIPTION = """Check one op at one shape against float64, and measure it: `kernel_lab matmul 512x512x512`,
-`kernel_lab rms_norm 4096x512`, `kernel_lab attention 1x4x512x64`. Matmul, attention and attention_backward are measured
-with every variant, whose results must be equal to the bit."""
+`kernel_lab rms_norm 4096x512`, `kernel_lab attention 1x4x512x64`. Ops that have variants are measured with
+every one of them, whose results must be equal to the bit."""
 
 SMALLEST = 2.0**-149  # of float32
 
@@ -97,6 +98,9 @@ def variant_names(engine: VulkanEngine, name: str, sizes: tuple[int, ...], layou
         chosen = chooser.choose(product, layout)
         choices = [c for c in candidates(chooser.device, product) if c.barred_as not in chooser.table.barred]
         return list(dict.fromkeys(c.name for c in (chosen, *choices)))
+    of_family = variant_names_of(engine.recorder).get(SUBJECTS[name].forced)
+    if of_family is not None:
+        return of_family
     if not name.startswith("attention"):
         return [""]
     folds = BlockFoldChooser.of(engine.recorder)

@@ -9,10 +9,12 @@ from rich.table import Table
 from ..engine.errors import BadInputError
 from ..engine.kernel import Kernel
 from ..engine.kernel_registry import cached_names, kernels_by_op, origin
+from ..engine.map_variants import map_variants
 from .console import TableConsole
 
 _SHOWN = 4
 _FROM = {"package": "compiled ahead of time", "cache": "in the cache", "": "compiled at first use"}
+FAMILIES = {"map": [choice.name for choice in map_variants("", 2**16)]}
 _NO_OP = "(in the cache)"  # of engine.map, engine.fold, fusion, or an op that was since changed
 
 
@@ -34,6 +36,10 @@ def main(words: Sequence[str]) -> int:
         return 1
     console.print(table)
     if not words:
+        for family, names in FAMILIES.items():
+            console.print(
+                f"variants of a kernel of family {family}, all of one SPIR-V: {', '.join(names)}", soft_wrap=True
+            )
         console.print(
             f"{len(known)} different kernels of ops; in the cache also {len(others)} of engine.map and engine.fold, or "
             "made by fusion. One line a kernel: python -m vkfold kernels OP",
@@ -57,17 +63,17 @@ def overview_table(kernels: Mapping[str, Sequence[Kernel]], others: Sequence[str
 
 def detail_table(kernels: Mapping[str, Sequence[Kernel]], others: Sequence[str], words: Sequence[str]) -> Table:
     """One line a kernel. One that has two texts, the second with WORDS64 for drivers that are given that, has two."""
-    table = Table("op", "kernel", "workgroup", "arguments", "defines", "from", box=None, pad_edge=False)
+    table = Table("op", "kernel", "family", "workgroup", "arguments", "defines", "from", box=None, pad_edge=False)
     for op, group in sorted(kernels.items()):
         for kernel in group:
             if any(word in op or word in kernel.name for word in words):
                 size = f"{kernel.subgroups} subgroups" if kernel.subgroups else str(kernel.local_size)
                 arguments = f"{kernel.num_pointers} pointers, {kernel.packer.size} bytes"
                 defines = " ".join(f"{key}={value}" for key, value in kernel.defines.items())
-                table.add_row(op, kernel.name, size, arguments, defines, _FROM[origin(kernel)])
+                table.add_row(op, kernel.name, kernel.family, size, arguments, defines, _FROM[origin(kernel)])
     for name in others:
         if any(word in name for word in words):
-            table.add_row(_NO_OP, name, "", "", "", _FROM["cache"])
+            table.add_row(_NO_OP, name, "", "", "", "", _FROM["cache"])
     return table
 
 

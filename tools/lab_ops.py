@@ -41,10 +41,12 @@ def _normal(*shapes: Callable[..., tuple[int, ...]]) -> Inputs:
     return lambda rng, *sizes: [rng.standard_normal(shape(*sizes)).astype(np.float32) for shape in shapes]
 
 
-def _of_rows(call: Call, allowed: Bounds = bounds.rounded_once, *, rows: int = 1, vectors: int = 0) -> Subject:
+def _of_rows(
+    call: Call, allowed: Bounds = bounds.rounded_once, forced: str = "", *, rows: int = 1, vectors: int = 0
+) -> Subject:
     """An op of `rows` tensors [rows, cols] and `vectors` vectors of cols."""
     shapes = [lambda r, c: (r, c)] * rows + [lambda r, c: (c,)] * vectors
-    return Subject("ROWSxCOLS", _normal(*shapes), call, allowed)
+    return Subject("ROWSxCOLS", _normal(*shapes), call, allowed, forced)
 
 
 def _changed(name: str, *outputs: int, **settings: Any) -> Call:
@@ -134,28 +136,29 @@ def _of_heads(count: int) -> Inputs:
 
 
 SUBJECTS: dict[str, Subject] = {
-    "add": _of_rows(lambda e, x, y: e.add(x, y), rows=2),
-    "multiply": _of_rows(lambda e, x, y: e.multiply(x, y), rows=2),
-    "scale": _of_rows(lambda e, x: e.scale(x, 0.3), lambda i, e: [2 * b for b in bounds.rounded_once(i, e)]),
-    "add_bias": _of_rows(_changed("add_bias_", 0), vectors=1),
-    "dropout": _of_rows(lambda e, x: e.dropout(x, p=0.5, site=3)),
-    "silu": _of_rows(lambda e, x: e.silu(x), bounds.of_activation),
-    "gelu": _of_rows(lambda e, x: e.gelu(x), bounds.of_activation),
-    "relu": _of_rows(lambda e, x: e.relu(x)),
+    "add": _of_rows(lambda e, x, y: e.add(x, y), forced="map", rows=2),
+    "multiply": _of_rows(lambda e, x, y: e.multiply(x, y), forced="map", rows=2),
+    "scale": _of_rows(lambda e, x: e.scale(x, 0.3), lambda i, e: [2 * b for b in bounds.rounded_once(i, e)], "map"),
+    "add_bias": _of_rows(_changed("add_bias_", 0), forced="map", vectors=1),
+    "dropout": _of_rows(lambda e, x: e.dropout(x, p=0.5, site=3), forced="map"),
+    "silu": _of_rows(lambda e, x: e.silu(x), bounds.of_activation, "map"),
+    "gelu": _of_rows(lambda e, x: e.gelu(x), bounds.of_activation, "map"),
+    "relu": _of_rows(lambda e, x: e.relu(x), forced="map"),
     **{
         f"{kind}_backward": _of_rows(
-            lambda e, dy, x, kind=kind: e.activation_backward(dy, x, kind), bounds.of_activation, rows=2
+            lambda e, dy, x, kind=kind: e.activation_backward(dy, x, kind), bounds.of_activation, "map", rows=2
         )
         for kind in ("silu", "gelu", "relu")
     },
     "swiglu": Subject(
-        "ROWSxCOLS", _normal(lambda r, c: (r, 2 * c)), lambda e, gate_up: e.swiglu(gate_up), bounds.of_swiglu
+        "ROWSxCOLS", _normal(lambda r, c: (r, 2 * c)), lambda e, gate_up: e.swiglu(gate_up), bounds.of_swiglu, "map"
     ),
     "swiglu_backward": Subject(
         "ROWSxCOLS",
         _normal(lambda r, c: (r, c), lambda r, c: (r, 2 * c)),
         lambda e, dy, gate_up: e.swiglu_backward(dy, gate_up),
         bounds.of_swiglu_backward,
+        "map",
     ),
     "softmax": _of_rows(lambda e, x: e.softmax(x), bounds.of_softmax),
     "softmax_backward": Subject(

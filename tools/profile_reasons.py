@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from ..engine.profiler import OpSample
 
 Variants = Mapping[str, Mapping[str, str]]  # piece of a kernel's name -> call -> variant and why it was chosen
+_LOADS = {
+    "vec4": "16-byte loads: every row starts on 16 bytes",
+    "scalar": "4-byte loads: some row does not start on 16 bytes",
+}
 
 
 def kernel_reasons(samples: Sequence[OpSample], variants: Variants) -> list[tuple[str, str]]:
@@ -23,11 +27,11 @@ def _reason(kernel: str, sample: OpSample, variants: Variants) -> str:
     pieces = [piece for piece in variants if f"_{piece}_" in f"_{kernel}_"]
     if pieces:
         calls = variants[max(pieces, key=len)]  # one name may begin another: shuffle_4x4 and shuffle_4x4_split2
-        return "; ".join(f"{call}: {why}" for call, why in calls.items()) + fused
+        loads = [text for width, text in _LOADS.items() if f"_{width}_" in f"{kernel}_"]
+        return "; ".join([f"{call}: {why}" for call, why in calls.items()] + loads) + fused
     if kernel.startswith("matmul"):
         return f"the tile for this shape and device, see docs/kernels.md{fused}"
-    if kernel.endswith("_vec4"):
-        return f"16-byte loads: every row starts on 16 bytes{fused}"
-    if kernel.endswith("_scalar"):
-        return f"4-byte loads: some row does not start on 16 bytes{fused}"
+    for width, text in _LOADS.items():
+        if kernel.endswith(f"_{width}"):
+            return f"{text}{fused}"
     return f"the only kernel of {sample.op} for these settings{fused}"

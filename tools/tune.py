@@ -23,8 +23,9 @@ from .run_config import RunConfig, check_config
 from .step_options import parse_step_options, vocab_size_of
 from .tune_calls import TunedCall, calls_of_step, calls_of_text
 
-DESCRIPTION = """Measure the variants of every matmul and attention of a training step and keep the times, so that later
-runs take the fastest. Takes the options of text_train (inputs are not read), or --shapes. Changes time, never bits."""
+DESCRIPTION = """Measure the variants of every kernel of a training step that has some and keep the times, so that
+later runs take the fastest. Takes the options of text_train (inputs are not read) or --shapes.
+Changes time, never bits."""
 
 TUNE = "tune"
 WITH_SHAPES = {"shapes", "rounds", "again", "json", "device", "engine", "config"}

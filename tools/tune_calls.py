@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -11,21 +10,23 @@ import numpy as np
 from ..engine.block_fold_call import BlockCall
 from ..engine.block_fold_choice import BlockFoldChooser
 from ..engine.block_fold_choice import select_for as select_tile
-from ..engine.compute_engine import Rule
 from ..engine.errors import BadInputError
+from ..engine.fusion import Call
+from ..engine.fusion_map import Side
+from ..engine.map_choice import MapChooser
 from ..engine.matmul_choice import MatmulChooser, select_for, tuning_key
-from ..engine.op import Op
 from ..engine.ops.attention import attention_calls
 from ..engine.ops.block_fold_launch import BlockFoldCalls
 from ..engine.ops.block_fold_tuner import tune_block_fold
+from ..engine.ops.map_tuner import MapCall, tune_map, unmeasured_map
 from ..engine.ops.matmul import MATMUL, layout_of
 from ..engine.ops.matmul_launch import Layout
 from ..engine.ops.matmul_tuner import tune_product
-from ..engine.plan_engine import PlanEngine
 from ..engine.recorder import Recorder
-from ..engine.tensor import Tensor, TensorSpec
+from ..engine.tensor import TensorSpec
 from ..engine.tuner import Measured
 from ..engine.variant_choice import VariantChooser
+from .fused_plan import FusedPlan
 from .model_setup import make_model, make_optimizer, make_training_step
 from .run_config import RunConfig
 
@@ -103,6 +104,30 @@ class FoldCall(NamedTuple):
         return tune_block_fold(gpu, self.call, rounds=rounds)
 
 
+class ElementwiseCall(NamedTuple):
+    """A map kernel, of one op or of several that are joined. work: floating-point operations."""
+
+    call: MapCall
+    work: int
+
+    @property
+    def key(self) -> str:
+        return self.call.key
+
+    @property
+    def flops(self) -> float:
+        return float(self.work)
+
+    def chooser(self, gpu: Recorder) -> MapChooser:
+        return MapChooser.of(gpu)
+
+    def unmeasured(self, gpu: Recorder) -> str:
+        return unmeasured_map(gpu, self.call)
+
+    def tune(self, gpu: Recorder, rounds: int) -> Measured:
+        return tune_map(gpu, self.call, rounds=rounds)
+
+
 class Calls:
     """Calls and how often each is there, by key: what has one key is measured once."""
 
@@ -123,29 +148,34 @@ class Calls:
         return [(call, self.times[key]) for key, call in self._calls.items()]
 
 
-class _CallCounter(PlanEngine):
-    """Collects the calls of what runs on it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = Calls()
-
-    def _launch(self, op: Op, rule: Rule, inputs: Sequence[Tensor | None], made: list[Tensor], settings: Any) -> None:
-        super()._launch(op, rule, inputs, made, settings)
-        if op is MATMUL:
-            a, b = inputs[:2]
-            assert a is not None and b is not None
-            trans_a, trans_b = settings["trans_a"], settings["trans_b"]
-            layout = layout_of(a.spec, b.spec, trans_a, trans_b)
-            self.calls.add(ProductCall(layout, f"{'NT'[trans_a]}{'NT'[trans_b]}"))
-        elif isinstance(op, BlockFoldCalls):
-            for call in op.block_calls(inputs, settings):
-                self.calls.add(FoldCall(call))
+def _tuned_calls(call: Call) -> list[TunedCall]:
+    """What of a call has variants."""
+    if call.op is MATMUL:
+        a, b = call.inputs[:2]
+        assert a is not None and b is not None
+        trans_a, trans_b = call.settings["trans_a"], call.settings["trans_b"]
+        layout = layout_of(a.spec, b.spec, trans_a, trans_b)
+        return [ProductCall(layout, f"{'NT'[trans_a]}{'NT'[trans_b]}")]
+    if isinstance(call.op, BlockFoldCalls):
+        return [FoldCall(fold) for fold in call.op.block_calls(call.inputs, call.settings)]
+    side = Side.of(call)
+    if side is not None:
+        sizes = tuple(tensor.nbytes for tensor in side.tensors.values())
+        wide = side.wide and not any(tensor.address % 16 for tensor in side.tensors.values())
+        of_map = MapCall(side.kernel, side.num_elements, wide, sizes, side.values)
+        return [ElementwiseCall(of_map, call.cost.flops)]
+    return []
 
 
 def calls_of_step(config: RunConfig, vocab_size: int) -> Calls:
     """Of one training step. Raises BadInputError for sizes that cannot be."""
-    engine = _CallCounter()
+    calls = Calls()
+
+    def hear(call: Call) -> None:
+        for tuned in _tuned_calls(call):
+            calls.add(tuned)
+
+    engine = FusedPlan(hear)
     tokens = np.zeros((config.batch_size, config.seq_len), np.int32)
     try:
         model = make_model(engine, config, vocab_size)
@@ -153,7 +183,8 @@ def calls_of_step(config: RunConfig, vocab_size: int) -> Calls:
         step([(tokens, tokens)] * config.accum_steps, step=0, learning_rate=config.lr)
     except ValueError as error:
         raise BadInputError(f"these sizes are too large: {error}") from error
-    return engine.calls
+    engine.flush_batch()
+    return calls
 
 
 def calls_of_text(text: str) -> Calls:

@@ -1,0 +1,78 @@
+"""Before a variant of a map kernel is first used on a device: does it give what the base variant gives?"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..map_choice import MapChooser
+from ..map_variants import MapVariant, map_variants
+from ..variant_check import difference
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..kernel import Kernel
+    from ..map_kernel import MapKernel
+    from ..recorder import Recorder
+
+_SPECIAL = np.array([0.0, -0.0, np.inf, np.nan, -np.inf, 1e-3, 1e4], np.float32)
+_LIKELY = 2**31  # a threshold of random numbers that half of them pass
+_PERIOD = {True: 12, False: 5}  # of places, with and without 16-byte loads
+
+
+def right_map(
+    gpu: Recorder, chooser: MapChooser, kernels: MapKernel, choice: MapVariant, *, wide: bool, tail: bool
+) -> bool:
+    """Whether a variant is known to be right: known, or compared now; a wrong one is barred.
+
+    tail: whether the number of elements is no multiple of four.
+    """
+    base = map_variants(choice.kernel, gpu.max_invocations)[-1]
+    if choice == base:
+        return True
+    kernel = kernels.variant(choice, wide=wide, tail=tail)
+    known = f"{kernel.name} {gpu.pipelines.text_of(kernel).digest[:12]}"  # kernels of one name may differ
+    if known in chooser.table.checked:
+        return True
+    wrong = _compare(gpu, kernels, choice, base, wide, tail)
+    if wrong:
+        chooser.bar(choice.barred_as, wrong)
+        return False
+    chooser.table.note_checked(known)
+    return True
+
+
+def _compare(gpu: Recorder, kernels: MapKernel, choice: MapVariant, base: MapVariant, wide: bool, tail: bool) -> str:
+    """Two workgroups, the second nearly empty; what lies between operands must stay as it is."""
+    num_elements = (4 if wide else 1) * (choice.pieces + 7) + 3 * tail
+    scalars = _scalars(kernels, wide)
+    rng = np.random.default_rng(7)
+    operands: dict[str, np.ndarray] = {}
+    for pointer in kernels.pointers:
+        values = rng.standard_normal(_size_of(kernels, pointer, num_elements, scalars)).astype(np.float32)
+        values[::11] = np.resize(_SPECIAL, values[::11].size)
+        operands[pointer] = values
+
+    def record(aside: Recorder, variant: MapVariant, at: Mapping[str, int]) -> None:
+        kernel: Kernel = kernels.variant(variant, wide=wide, tail=tail)
+        groups = kernels.num_groups(variant, num_elements, wide=wide)
+        aside.dispatch(kernel, groups, *at.values(), *scalars.values(), num_elements)
+
+    return difference(gpu, operands, record, (choice, base), shift=0 if wide else 1)
+
+
+def _scalars(kernels: MapKernel, wide: bool) -> dict[str, float]:
+    """Values by name: those that places are worked out with are periods, as wide as the loads."""
+    places = " ".join(operand.place for operand in (*kernels.inputs, *kernels.outputs))
+    in_places = set(re.findall(r"\bargs\.(\w+)", places))
+    whole = {name: _PERIOD[wide] if name in in_places else _LIKELY for name in kernels.scalars}
+    return {name: whole[name] if kind == "uint" else 0.5 for name, kind in kernels.scalars.items()}
+
+
+def _size_of(kernels: MapKernel, pointer: str, num_elements: int, scalars: Mapping[str, float]) -> int:
+    index = np.arange(num_elements)
+    operands = [operand for operand in (*kernels.inputs, *kernels.outputs) if operand.pointer == pointer]
+    return 1 + max(int(operand.indices(index, scalars).max()) for operand in operands)

@@ -1,0 +1,63 @@
+"""Two kernels of a family on the same memory: every word is compared, those between the operands too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from .step_parameters import SIZE_BYTES, StepParameters
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+_GUARD = 64  # words around every operand
+_STEP = StepParameters(9, 3, 1, 0.01, 0.5, 0.1, 0.2, 0.3)
+T = TypeVar("T")
+
+Record = Callable[["Recorder", T, "Mapping[str, int]"], None]  # aside, with one kernel, at the operands' addresses
+
+
+def difference(
+    gpu: Recorder, operands: Mapping[str, np.ndarray], record: Record[T], kernels: tuple[T, T], *, shift: int = 0
+) -> str:
+    """What differs after `record` with the first kernel from after it with the second, in words; "" for nothing.
+
+    operands: float32 or int32, inputs and outputs alike: what a kernel does not write must stay as it is. They begin on
+    16 bytes, and `shift` words behind that. NaN equals NaN.
+    """
+    starts: dict[str, int] = {}
+    total = SIZE_BYTES // 4 + _GUARD
+    for name, array in operands.items():
+        starts[name] = total + shift
+        total += -(-(array.size + shift) // 4) * 4 + _GUARD
+    begin = np.random.default_rng(7).standard_normal(total).astype(np.float32)
+    begin[: SIZE_BYTES // 4].view(np.uint8)[: len(_STEP.pack())] = np.frombuffer(_STEP.pack(), np.uint8)
+    for name, array in operands.items():
+        begin[starts[name] : starts[name] + array.size].view(array.dtype)[:] = array
+    got, expected = (_after(gpu, begin, starts, record, kernel) for kernel in kernels)
+    equal = (got.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(got) & np.isnan(expected))
+    wrong = np.flatnonzero(~equal)
+    if not len(wrong):
+        return ""
+    word = int(wrong[0])
+    name = [name for name, start in starts.items() if start <= word + _GUARD // 2][-1]
+    values = f"{name}[{word - starts[name]}]: {got[word]!r} instead of {expected[word]!r}"
+    return f"{len(wrong)} words differ from the base variant's, the first at {values}"
+
+
+def _after(gpu: Recorder, begin: np.ndarray, starts: Mapping[str, int], record: Record[T], kernel: T) -> np.ndarray:
+    """All words after a run. begin: before it."""
+    aside = gpu.aside()
+    try:
+        buffer = aside.own_buffer(begin.nbytes, host_visible=True)
+        memory = np.frombuffer(buffer.mapping, np.float32, begin.size)
+        memory[:] = begin
+        aside.step_address = buffer.address
+        record(aside, kernel, {name: buffer.address + 4 * start for name, start in starts.items()})
+        aside.submit()
+        aside.wait()
+        return memory.copy()
+    finally:
+        aside.close()
