@@ -219,23 +219,29 @@ def test_lab_checks_and_measures_matmul(capsys: pytest.CaptureFixture[str]) -> N
     assert seconds == sorted(seconds)
 
 
-@pytest.mark.parametrize("name", ["attention", "attention_backward"])
-def test_lab_measures_every_tile_of_attention(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+LAB_FOLDS = ["attention", "attention_backward", "attention_qkv", "attention_qkv_backward", "block_fold"]
+
+
+@pytest.mark.parametrize("name", LAB_FOLDS)
+@pytest.mark.parametrize("heads", ["2", "2(1)"])
+def test_lab_measures_every_tile_of_block_folds(name: str, heads: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of backward its own op alone, all its gradients right and equal to the bit."""
-    assert kernel_lab.main([name, "1x2x40x8", "--rounds", "2", "--json"]) == 0
+    assert kernel_lab.main([name, f"1x{heads}x40x8", "--rounds", "2", "--json"]) == 0
     found = report(capsys)
     assert found["right"] and len(found["results"]) >= 3
     assert {"rows4", "rows2", "rows1"} <= {row["variant"] for row in found["results"]}
     for row in found["results"]:
         assert 0 < row["error"] <= 1 and row["same_bits"]
-        products = 2 if name == "attention" else 7
-        flops = products * 2 * 8 * 2 * (40 * 41 // 2)
-        assert row["flops_per_second"] == pytest.approx(flops / row["seconds"])
+        if name != "block_fold":
+            products = 7 if "backward" in name else 2
+            flops = products * 2 * 8 * 2 * (40 * 41 // 2)
+            assert row["flops_per_second"] == pytest.approx(flops / row["seconds"])
 
 
 def lab_shape(name: str) -> str:
     """A small odd one."""
     sizes = {"HEADS": "2", "BATCH": "1", "HEAD_DIM": "8", "SEQ": "9", "ELEMENTS": "9001", "VOCABULARY": "40"}
+    sizes["HEADS(KV_HEADS)"] = "4(2)"
     return "x".join(sizes.get(word, "24") for word in lab_ops.SUBJECTS[name].meaning.split("x"))
 
 
@@ -247,9 +253,9 @@ def test_lab_checks_other_ops(name: str, capsys: pytest.CaptureFixture[str], mon
     subject = lab_ops.SUBJECTS[name]
     outputs = 0
 
-    def spoiled(engine: ComputeEngine, *tensors: Tensor) -> list[Tensor]:
+    def spoiled(engine: ComputeEngine, *tensors: Tensor, **settings: Any) -> list[Tensor]:
         nonlocal outputs
-        result = subject.call(engine, *tensors)
+        result = subject.call(engine, *tensors, **settings)
         made = [result] if isinstance(result, Tensor) else list(result)
         outputs = len(made)
         if not isinstance(engine, CpuEngine):
@@ -283,7 +289,22 @@ def test_lab_bounds_grow_with_columns_a_lane(
     assert kernel_lab.main([name, shape, "--check-only"]) == 1
 
 
-@pytest.mark.parametrize("name", ["adamw", "rope", "cross_entropy_backward", "embedding_backward"])
+def test_lab_groups_heads(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries of a group share keys and values, and no others: swapped groups are wrong."""
+    assert kernel_lab.main(["attention", "2x6(3)x17x8", "--check-only", "--json"]) == 0
+    assert report(capsys)["sizes"] == [2, 6, 3, 17, 8]
+    subject = lab_ops.SUBJECTS["attention"]
+
+    def swapped(engine: ComputeEngine, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        if not isinstance(engine, CpuEngine):
+            v = engine.tensor(v.numpy()[:, :, [1, 0, 2]])
+        return subject.call(engine, q, k, v)
+
+    monkeypatch.setitem(lab_ops.SUBJECTS, "attention", subject._replace(call=swapped))
+    assert kernel_lab.main(["attention", "2x6(3)x17x8", "--check-only"]) == 1
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "rope", "cross_entropy_backward", "embedding_backward"])
 def test_lab_measures_ops_that_change_their_inputs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The op alone, without copies."""
     assert kernel_lab.main([name, lab_shape(name), "--rounds", "2", "--json"]) == 0
@@ -306,9 +327,13 @@ def test_lab_tells_wrong_results(capsys: pytest.CaptureFixture[str], monkeypatch
     ("words", "message"),
     [
         (["matmul"], "takes an op and a shape"),
-        (["conv", "4x4"], "no op 'conv' in the lab: there are adamw"),
+        (["conv", "4x4"], "no op 'conv' in the lab: there are adafactor"),
         (["softmax", "4x4x4"], "no shape for softmax: write ROWSxCOLS"),
         (["softmax", "4x0"], "greater than 0"),
+        (["softmax", "4(2)x4"], "no shape for softmax: write ROWSxCOLS"),
+        (["attention", "1x4(0)x9x8"], "write BATCHxHEADS(KV_HEADS)xSEQxHEAD_DIM in numbers greater than 0"),
+        (["attention", "1x4(2x9x8"], "is no shape for attention"),
+        (["attention", "1x3(2)x9x8", "--check-only"], "attention 1x3(2)x9x8 cannot be run here"),
         (["softmax", "2x1048560", "--check-only"], "softmax 2x1048560 cannot be run here: softmax: "),
         (["rope", "1x1x4x7", "--check-only"], "rope 1x1x4x7 cannot be run here"),
         (["add", "1000000000x1000000000", "--check-only"], "cannot be run here"),

@@ -6,11 +6,11 @@ of n products by fma adds n eps of its absolute terms. Nothing here is fitted to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .error_bounds import EPS32
+from .error_bounds import EPS32, Arrays
 
 TINY = 1e-36  # weights below exp(-87) count as 0
 
@@ -91,24 +91,53 @@ def backward_bounds(
     return np.moveaxis(d_q, 1, 2), d_k, d_v
 
 
-def causal_bounds(inputs: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Of causal attention: o and lse from q, k, v, or d_q, d_k and d_v from d_o, q, k, v, o, lse. One head at a time:
-    the bounds go through squares of the sequence. As many heads of k and v as of q."""
-    batch, seq, heads, head_dim = inputs[0].shape
+def logistic_bounds(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray, scale: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bounds of sums of v weighted by the logistic function of scores, y [b, s, H, D], and of those weights, [b, H, s].
+
+    The function's slope is w (1 - w); of its own it has an exp over 1 + exp: two errors of an exp, a sum, a division.
+    """
+    s, d_s = _scores(q, k, scale)
+    w = np.where(seen, 1 / (1 + np.exp(-s)), 0)
+    error = w * ((1 - w) * d_s + 2 * _exp_error(s) + 8 * EPS32) + TINY * seen
+    terms = k.shape[1]
+    y = (error + terms * EPS32 * w) @ np.abs(_expand(v, q.shape[2]))
+    return np.moveaxis(y, 1, 2), (error + 2 * terms * EPS32 * w).sum(axis=-1)
+
+
+def _by_group(
+    of_group: Callable[..., Sequence[np.ndarray]], kv_heads: int, inputs: Arrays, expected: Arrays
+) -> list[np.ndarray]:
+    """Bounds of causal attention, one head of k and v with its heads of q at a time: they go through squares of the
+    sequence. of_group: gives them for the inputs of a group, the mask and the scale."""
+    batch, seq, _, head_dim = inputs[0].shape
     seen = np.tri(seq, dtype=bool)[None, None]
+
+    def part(array: np.ndarray, b: int, group: int) -> np.ndarray:
+        heads = array.shape[2] if array.ndim == 4 else array.shape[1]
+        of = slice(group * heads // kv_heads, (group + 1) * heads // kv_heads)
+        return array[b : b + 1, :, of] if array.ndim == 4 else array[b : b + 1, of]
+
     bounds = [np.zeros(e.shape) for e in expected]
     for b in range(batch):
-        for h in range(heads):
-            part = [a[b : b + 1, :, h : h + 1] if a.ndim == 4 else a[b : b + 1, h : h + 1] for a in inputs]
-            if len(inputs) == 3:
-                q, k, v = part
-                of_head: Sequence[np.ndarray] = forward_bounds(q, k, v, seen, head_dim**-0.5)
-            else:
-                d_o, q, k, v, o, lse = part
-                of_head = backward_bounds(d_o, q, k, v, o, lse, seen, head_dim**-0.5)
-            for bound, found in zip(bounds, of_head, strict=True):
-                if found.ndim == 4:
-                    bound[b, :, h] = found[0, :, 0]
-                else:
-                    bound[b, h] = found[0, 0]
+        for group in range(kv_heads):
+            found = of_group(*(part(a, b, group) for a in inputs), seen, head_dim**-0.5)
+            for bound, of_heads in zip(bounds, found, strict=True):
+                part(bound, b, group)[...] = of_heads
     return bounds
+
+
+def causal_forward(inputs: Arrays, expected: Arrays) -> list[np.ndarray]:
+    """Of o and lse of causal attention, from q, k, v."""
+    return _by_group(forward_bounds, inputs[1].shape[2], inputs, expected)
+
+
+def causal_backward(inputs: Arrays, expected: Arrays) -> list[np.ndarray]:
+    """Of d_q, d_k and d_v of causal attention, from d_o, q, k, v, o, lse."""
+    return _by_group(backward_bounds, inputs[2].shape[2], inputs, expected)
+
+
+def causal_logistic(inputs: Arrays, expected: Arrays) -> list[np.ndarray]:
+    """Of `logistic_bounds`, from q, k, v."""
+    return _by_group(logistic_bounds, inputs[1].shape[2], inputs, expected)

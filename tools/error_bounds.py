@@ -38,6 +38,11 @@ def rounded_once(inputs: Arrays, expected: Arrays) -> Arrays:
     return [EPS32 * np.abs(e) + TINY for e in expected]
 
 
+def of_scaled_sum(inputs: Arrays, expected: Arrays, factor: float) -> Arrays:
+    """x times a factor that is rounded itself, or 0, and another added to it."""
+    return [EPS32 * (2 * factor * np.abs(inputs[0]) + np.abs(e)) + TINY for e in expected]
+
+
 def of_activation(inputs: Arrays, expected: Arrays) -> Arrays:
     """Of an activation, or its gradient times one of size 1."""
     return [CLOSE * np.maximum(1.0, np.abs(e)) * np.maximum(1.0, np.abs(inputs[0])) for e in expected]
@@ -170,6 +175,43 @@ def of_adamw(learning_rate: float, correction1: float, correction2: float, weigh
         step = learning_rate * size / correction1 / (np.sqrt(expected[2] / correction2) + 1e-8)
         d_p = np.abs(expected[0]) + 32 * step + 4 * learning_rate * weight_decay * p
         return [EPS32 * d_p, 4 * EPS32 * size, 8 * EPS32 * expected[2]]
+
+    return bounds
+
+
+def of_adafactor(learning_rate: float, weight_decay: float, relative: float) -> Bounds:
+    """p and its moments after a step with a threshold of 1 and steps relative to the size of p.
+
+    Moments are sums of terms of one sign, so their error is relative: roundings of the sum and 12 more (a mean, the
+    share of the new). A root halves it and adds 9 (Vulkan: 2 units, and a division of 2.5), a division adds 5.
+    """
+
+    def total(n: int) -> float:  # one subgroup's sum, of n terms
+        return n / 16 + 24
+
+    def bounds(inputs: Arrays, expected: Arrays) -> Arrays:
+        p, g = (array.astype(np.float64) for array in inputs[:2])
+        moments = [np.asarray(e, np.float64) for e in expected[1:]]
+        parts, chunk = square_parts(p.size)
+        of_squares = chunk / 16 + total(parts)
+        if len(moments) == 1:
+            (v,) = moments
+            terms: tuple[float, ...] = (12,)
+            update, of_update, of_updates = np.abs(g) / np.sqrt(v), 6.0 + 9 + 5 + 2, of_squares
+        else:
+            (rows, cols), (r, c) = p.shape, moments
+            terms = row_terms(cols) + 12, column_terms(rows, cols) + 12
+            update = np.abs(g) * np.sqrt(r.mean()) / np.sqrt(np.outer(r, c))
+            # mean(r) is a sum, too; three roots, a mean, two divisions, two products
+            of_update = (terms[0] + total(rows)) / 2 + terms[0] / 2 + terms[1] / 2 + 3 * 9 + 5 / 2 + 2 * 5 + 2
+            of_updates = row_terms(cols) + total(rows)
+        rate = learning_rate * max(relative, np.sqrt(np.square(p).mean()))
+        of_rate = of_squares / 2 + 9 + 5 + 3
+        step = rate * update / max(1.0, np.sqrt(np.square(update).mean()))
+        of_step = of_rate + of_update + (of_updates + 2 * of_update) / 2 + 9 + 5 + 5 + 2
+        decay = rate * weight_decay * np.abs(p)
+        d_p = np.abs(expected[0]) + (of_step + 1) * step + (of_rate + 3) * decay
+        return [EPS32 * d_p, *(EPS32 * t * m for t, m in zip(terms, moments, strict=True))]
 
     return bounds
 

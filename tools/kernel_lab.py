@@ -8,6 +8,7 @@ The exit code is 0 when every result is right and all variants are equal, 1 when
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -24,7 +25,6 @@ from ..engine.cpu_engine import CpuEngine
 from ..engine.errors import BadInputError, OutOfDeviceMemoryError
 from ..engine.matmul_choice import MatmulChooser
 from ..engine.matmul_variants import Product, candidates
-from ..engine.ops.attention import attention_calls
 from ..engine.profiler import OpProfiler
 from ..engine.tensor import Tensor
 from ..engine.variant_choice import forced_variant
@@ -32,12 +32,13 @@ from ..engine.variant_families import variant_names as variant_names_of
 from ..engine.vulkan_engine import VulkanEngine
 from .console import TableConsole, run_program
 from .device_peaks import Peaks, measure_peaks
-from .lab_ops import STEP, SUBJECTS, Subject, matmul_subject
+from .lab_ops import SUBJECTS, matmul_subject
+from .lab_subject import STEP, Subject
 from .options import POSITIVE, option, parse_options
 
 DESCRIPTION = """Check one op at one shape against float64, and measure it: `kernel_lab matmul 512x512x512`,
-`kernel_lab rms_norm 4096x512`, `kernel_lab attention 1x4x512x64`. Ops that have variants are measured with
-every one of them, whose results must be equal to the bit."""
+`kernel_lab rms_norm 4096x512`, `kernel_lab attention 1x8(2)x512x64` (8 heads of queries, 2 of keys and values). Ops
+that have variants are measured with every one of them, whose results must be equal to the bit."""
 
 SMALLEST = 2.0**-149  # of float32
 
@@ -77,20 +78,36 @@ def subject_of(config: LabConfig) -> tuple[str, Subject, tuple[int, ...]]:
     if config.layout != "NN" and name != "matmul":
         raise BadInputError(f"--layout {config.layout} is how matmul's operands lie, {name} has none: leave it out")
     subject = subjects[name]
-    wanted = len(subject.meaning.split("x"))
-    sizes = shape.split("x")
-    if len(sizes) != wanted or not all(size.isdigit() and int(size) for size in sizes):
+    sizes = _sizes_of(subject.meaning, shape)
+    if sizes is None:
         raise BadInputError(f"{shape!r} is no shape for {name}: write {subject.meaning} in numbers greater than 0")
-    return name, subject, tuple(int(size) for size in sizes)
+    return name, subject, sizes
 
 
-def run_on(engine: ComputeEngine, subject: Subject, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+def _sizes_of(meaning: str, shape: str) -> tuple[int, ...] | None:
+    """The sizes that a shape gives; None where it does not fit. Of "HEADS(KV_HEADS)" the second is the first unless
+    it is given."""
+    words, texts = meaning.split("x"), shape.split("x")
+    if len(words) != len(texts):
+        return None
+    sizes: list[int] = []
+    for word, text in zip(words, texts, strict=True):
+        found = re.fullmatch(r"([0-9]+)(?:\(([0-9]+)\))?", text)
+        if found is None or (found[2] is not None and "(" not in word):
+            return None
+        sizes += [int(found[1]), int(found[2] or found[1])][: word.count("(") + 1]
+    return tuple(sizes) if all(sizes) else None
+
+
+def run_on(
+    engine: ComputeEngine, subject: Subject, arrays: Sequence[np.ndarray], sizes: tuple[int, ...]
+) -> list[np.ndarray]:
     """The outputs."""
-    result = subject.call(engine, *[engine.tensor(array) for array in arrays])
+    result = subject.call(engine, *[engine.tensor(array) for array in arrays], **subject.settings(*sizes))
     return [output.numpy() for output in ((result,) if isinstance(result, Tensor) else result)]
 
 
-def variant_names(engine: VulkanEngine, name: str, sizes: tuple[int, ...], layout: str) -> list[str]:
+def variant_names(engine: VulkanEngine, name: str, subject: Subject, sizes: tuple[int, ...], layout: str) -> list[str]:
     """All variants of the accumulation order that are not barred, the chosen one first; [""]: there is one kernel."""
     if name == "matmul":
         chooser = MatmulChooser.of(engine.recorder)
@@ -98,14 +115,13 @@ def variant_names(engine: VulkanEngine, name: str, sizes: tuple[int, ...], layou
         chosen = chooser.choose(product, layout)
         choices = [c for c in candidates(chooser.device, product) if c.barred_as not in chooser.table.barred]
         return list(dict.fromkeys(c.name for c in (chosen, *choices)))
-    of_family = variant_names_of(engine.recorder).get(SUBJECTS[name].forced)
+    of_family = variant_names_of(engine.recorder).get(subject.forced)
     if of_family is not None:
         return of_family
-    if not name.startswith("attention"):
+    calls = subject.folds(*sizes)
+    if not calls:
         return [""]
     folds = BlockFoldChooser.of(engine.recorder)
-    forward, *backward = attention_calls(*sizes)
-    calls = [forward] if name == "attention" else backward
     family = [v for call in calls for v in family_of(folds.device, call) if v.barred_as not in folds.table.barred]
     return list(dict.fromkeys(v.name for v in (folds.choose(calls[0]), *family)))
 
@@ -119,11 +135,11 @@ def look(engine: VulkanEngine, config: LabConfig, peaks: Peaks | None) -> list[R
         each.set_step_parameters(STEP)
     try:
         arrays = subject.inputs(rng, *sizes)
-        expected = run_on(oracle, subject, arrays)
+        expected = run_on(oracle, subject, arrays, sizes)
     except ValueError as refusal:  # of the shape
         raise _cannot_run(config, refusal) from refusal
     allowed = [np.maximum(bound, SMALLEST) for bound in subject.bounds(arrays, expected)]
-    names = variant_names(engine, name, sizes, config.layout)
+    names = variant_names(engine, name, subject, sizes, config.layout)
     results: list[Result] = []
     first_bits: list[np.ndarray] | None = None
     samples: dict[str, Any] = {}
@@ -133,7 +149,7 @@ def look(engine: VulkanEngine, config: LabConfig, peaks: Peaks | None) -> list[R
 
     for variant in names:
         with forced(variant):
-            got = run_on(engine, subject, arrays)
+            got = run_on(engine, subject, arrays, sizes)
         bits = [output.view(np.uint32) for output in got]
         first_bits = bits if first_bits is None else first_bits
         errors = [np.max(np.abs(g - e) / a, initial=0.0) for g, e, a in zip(got, expected, allowed, strict=True)]
@@ -147,7 +163,7 @@ def look(engine: VulkanEngine, config: LabConfig, peaks: Peaks | None) -> list[R
             for _ in range(config.rounds):
                 for variant in names:
                     with forced(variant):
-                        subject.call(engine, *tensors)
+                        subject.call(engine, *tensors, **subject.settings(*sizes))
                         samples[variant][2].append(profiler.take())
         finally:
             profiler.detach()

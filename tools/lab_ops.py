@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from ..engine.cpu_engine import CpuEngine
-from ..engine.step_parameters import StepParameters
+from ..engine.ops.adafactor import factored_shapes
 from ..engine.tensor import Tensor
 from . import error_bounds as bounds
-from .attention_bounds import causal_bounds
 from .error_bounds import Arrays, Bounds
+from .lab_heads import HEAD_SUBJECTS
+from .lab_subject import STEP, Call, Subject, changed, normal
 
-Call = Callable[..., Any]
-Inputs = Callable[..., Sequence[np.ndarray]]  # of a generator and the sizes
-
-STEP = StepParameters(step=2, learning_rate=0.01, bias_correction1=1 - 0.9**3, bias_correction2=1 - 0.999**3)
 DECAY = 0.1  # of weights, by the optimizers
+RELATIVE = 1e-3  # least size of a parameter in Adafactor's relative step
 _ADAMW = bounds.of_adamw(STEP.learning_rate, STEP.bias_correction1, STEP.bias_correction2, DECAY)
-
-
-class Subject(NamedTuple):
-    """An op as the lab runs it. inputs: float32 and int32 arrays; those that the op changes are outputs.
-
-    call: one op on an engine and the inputs' tensors; gives the outputs. bounds: of each output, from inputs and
-    float64 outputs. forced: what VKFOLD_VARIANT calls it, where it has variants.
-    """
-
-    meaning: str
-    inputs: Inputs
-    call: Call
-    bounds: Bounds = bounds.rounded_once
-    forced: str = ""
-
-
-def _normal(*shapes: Callable[..., tuple[int, ...]]) -> Inputs:
-    """Standard normal numbers, of shapes that follow from the sizes."""
-    return lambda rng, *sizes: [rng.standard_normal(shape(*sizes)).astype(np.float32) for shape in shapes]
+_ADAFACTOR = bounds.of_adafactor(STEP.learning_rate, DECAY, RELATIVE)
 
 
 def _of_rows(
@@ -46,17 +25,7 @@ def _of_rows(
 ) -> Subject:
     """An op of `rows` tensors [rows, cols] and `vectors` vectors of cols."""
     shapes = [lambda r, c: (r, c)] * rows + [lambda r, c: (c,)] * vectors
-    return Subject("ROWSxCOLS", _normal(*shapes), call, allowed, forced)
-
-
-def _changed(name: str, *outputs: int, **settings: Any) -> Call:
-    """An op that changes the inputs with these numbers in place."""
-
-    def call(engine: Any, *tensors: Tensor) -> list[Tensor]:
-        getattr(engine, name)(*tensors, **settings)
-        return [tensors[i] for i in outputs]
-
-    return call
+    return Subject("ROWSxCOLS", normal(*shapes), call, allowed, forced)
 
 
 def _norm_inputs(rng: np.random.Generator, rows: int, cols: int) -> tuple[np.ndarray, ...]:
@@ -94,32 +63,16 @@ def _tokens(rng: np.random.Generator, tokens: int, vocabulary: int) -> np.ndarra
     return rng.integers(0, vocabulary, tokens).astype(np.int32)
 
 
-def _rope_inputs(rng: np.random.Generator, b: int, h: int, s: int, d: int) -> list[np.ndarray]:
-    if d % 2:
-        raise ValueError(f"rope: head_dim is {d}, it must be even: pairs are rotated")
-    angle = np.arange(s)[:, None] * 1e4 ** (-2 * np.arange(d // 2) / d)
-    return [
-        rng.standard_normal((b, s, h * d)).astype(np.float32),
-        *(f(angle).astype(np.float32) for f in (np.cos, np.sin)),
-    ]
-
-
-def _rope(engine: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    head_dim = 2 * cos.shape[1]
-    engine.rope_(x, cos, sin, num_heads=x.shape[-1] // head_dim, head_dim=head_dim)
-    return x
-
-
-def _attention_backward_inputs(rng: np.random.Generator, b: int, h: int, s: int, d: int) -> list[np.ndarray]:
-    d_o, q, k, v = rng.standard_normal((4, b, s, h, d)).astype(np.float32)
-    oracle = CpuEngine("float64")
-    o, lse = oracle.attention(*(oracle.tensor(array) for array in (q, k, v)), causal=True)
-    return [d_o, q, k, v, o.numpy().astype(np.float32), lse.numpy().astype(np.float32)]
-
-
 def _moments(rng: np.random.Generator, n: int) -> list[np.ndarray]:
     p, g, m, v = rng.standard_normal((4, n)).astype(np.float32)
     return [p, g, m, np.square(v)]
+
+
+def _factored(rng: np.random.Generator, *shape: int) -> list[np.ndarray]:
+    """p, g and Adafactor's moments."""
+    p, g = rng.standard_normal((2, *shape))
+    moments = [rng.uniform(0.1, 2, size) for size in factored_shapes(shape)]
+    return [array.astype(np.float32) for array in (p, g, *moments)]
 
 
 def _adamw_many(engine: Any, *tensors: Tensor) -> Sequence[Tensor]:
@@ -128,19 +81,18 @@ def _adamw_many(engine: Any, *tensors: Tensor) -> Sequence[Tensor]:
     return p, m, v
 
 
-_HEADS = "BATCHxHEADSxSEQxHEAD_DIM"
-
-
-def _of_heads(count: int) -> Inputs:
-    return _normal(*[lambda b, h, s, d: (b, s, h, d)] * count)
-
-
 SUBJECTS: dict[str, Subject] = {
     "add": _of_rows(lambda e, x, y: e.add(x, y), forced="map", rows=2),
     "multiply": _of_rows(lambda e, x, y: e.multiply(x, y), forced="map", rows=2),
     "scale": _of_rows(lambda e, x: e.scale(x, 0.3), lambda i, e: [2 * b for b in bounds.rounded_once(i, e)], "map"),
-    "add_bias": _of_rows(_changed("add_bias_", 0), forced="map", vectors=1),
+    "add_bias": _of_rows(changed("add_bias_", 0), forced="map", vectors=1),
     "dropout": _of_rows(lambda e, x: e.dropout(x, p=0.5, site=3), forced="map"),
+    "dropout_add": _of_rows(
+        lambda e, x, y: e.dropout_add(x, y, p=0.4, site=3),
+        lambda i, e: bounds.of_scaled_sum(i, e, 1 / 0.6),
+        "map",
+        rows=2,
+    ),
     "silu": _of_rows(lambda e, x: e.silu(x), bounds.of_activation, "map"),
     "gelu": _of_rows(lambda e, x: e.gelu(x), bounds.of_activation, "map"),
     "relu": _of_rows(lambda e, x: e.relu(x), forced="map"),
@@ -151,11 +103,11 @@ SUBJECTS: dict[str, Subject] = {
         for kind in ("silu", "gelu", "relu")
     },
     "swiglu": Subject(
-        "ROWSxCOLS", _normal(lambda r, c: (r, 2 * c)), lambda e, gate_up: e.swiglu(gate_up), bounds.of_swiglu, "map"
+        "ROWSxCOLS", normal(lambda r, c: (r, 2 * c)), lambda e, gate_up: e.swiglu(gate_up), bounds.of_swiglu, "map"
     ),
     "swiglu_backward": Subject(
         "ROWSxCOLS",
-        _normal(lambda r, c: (r, c), lambda r, c: (r, 2 * c)),
+        normal(lambda r, c: (r, c), lambda r, c: (r, 2 * c)),
         lambda e, dy, gate_up: e.swiglu_backward(dy, gate_up),
         bounds.of_swiglu_backward,
         "map",
@@ -174,7 +126,7 @@ SUBJECTS: dict[str, Subject] = {
     "rms_norm_weight_backward": Subject(
         "ROWSxCOLS",
         lambda rng, r, c: [*(_norm_inputs(rng, r, c)[i] for i in (0, 1, 4)), np.zeros(c, np.float32)],
-        _changed("rms_norm_weight_backward", 3),
+        changed("rms_norm_weight_backward", 3),
         _weight_sums,
     ),
     "layer_norm": _of_rows(lambda e, x, w, b: e.layer_norm(x, w, b), bounds.of_layer_norm, vectors=2),
@@ -184,14 +136,14 @@ SUBJECTS: dict[str, Subject] = {
     "layer_norm_weight_backward": Subject(
         "ROWSxCOLS",
         lambda rng, r, c: [*(_norm_inputs(rng, r, c)[i] for i in (0, 1, 3, 4)), *np.zeros((2, c), np.float32)],
-        _changed("layer_norm_weight_backward", 4, 5),
+        changed("layer_norm_weight_backward", 4, 5),
         _weight_sums,
     ),
     "cross_entropy": Subject(
         "ROWSxVOCABULARY", _logits, lambda e, logits, targets: e.cross_entropy(logits, targets), bounds.of_cross_entropy
     ),
     "cross_entropy_backward": Subject(
-        "ROWSxVOCABULARY", _logits_and_lse, _changed("cross_entropy_backward_", 0), bounds.of_cross_entropy_backward
+        "ROWSxVOCABULARY", _logits_and_lse, changed("cross_entropy_backward_", 0), bounds.of_cross_entropy_backward
     ),
     "embedding": Subject(
         "TOKENSxVOCABULARYxCOLS",
@@ -205,24 +157,14 @@ SUBJECTS: dict[str, Subject] = {
             _tokens(rng, t, v),
             np.zeros((v, c), np.float32),
         ],
-        _changed("embedding_backward", 2),
+        changed("embedding_backward", 2),
         bounds.of_embedding_backward,
     ),
-    "rope": Subject(_HEADS, _rope_inputs, _rope, bounds.of_rope),
-    "attention": Subject(
-        _HEADS, _of_heads(3), lambda e, q, k, v: e.attention(q, k, v, causal=True), causal_bounds, "attention_forward"
-    ),
-    "attention_backward": Subject(
-        _HEADS,
-        _attention_backward_inputs,
-        lambda e, *tensors: e.attention_backward(*tensors, causal=True),
-        causal_bounds,
-        "attention",
-    ),
+    **HEAD_SUBJECTS,
     "column_sum": Subject(
         "ROWSxCOLS",
         lambda rng, r, c: [rng.standard_normal((r, c)).astype(np.float32), np.zeros(c, np.float32)],
-        _changed("column_sum", 1),
+        changed("column_sum", 1),
         lambda inputs, expected: bounds.of_column_sums(inputs[0]),
     ),
     "sum": Subject(
@@ -232,14 +174,23 @@ SUBJECTS: dict[str, Subject] = {
         bounds.of_sum,
     ),
     "gradient_norm": Subject(
-        "ELEMENTS", _normal(lambda n: (n,)), lambda e, g: e.gradient_norm([g], max_norm=1.0), bounds.of_gradient_norm
+        "ELEMENTS", normal(lambda n: (n,)), lambda e, g: e.gradient_norm([g], max_norm=1.0), bounds.of_gradient_norm
     ),
-    "adamw": Subject("ELEMENTS", _moments, _changed("adamw_", 0, 2, 3, weight_decay=DECAY), _ADAMW),
+    "adamw": Subject("ELEMENTS", _moments, changed("adamw_", 0, 2, 3, weight_decay=DECAY), _ADAMW),
+    "adafactor": Subject(
+        "ROWSxCOLS", _factored, changed("adafactor_", 0, 2, 3, weight_decay=DECAY, relative=RELATIVE), _ADAFACTOR
+    ),
+    "adafactor_vector": Subject(
+        "ELEMENTS",
+        _factored,
+        changed("adafactor_", 0, 2, weight_decay=DECAY, relative=RELATIVE),
+        _ADAFACTOR,
+    ),
     "adamw_many": Subject("ELEMENTS", _moments, _adamw_many, _ADAMW),
     "sgd": Subject(
         "ELEMENTS",
-        _normal(*[lambda n: (n,)] * 3),
-        _changed("sgd_", 0, 2, momentum=0.9, weight_decay=DECAY),
+        normal(*[lambda n: (n,)] * 3),
+        changed("sgd_", 0, 2, momentum=0.9, weight_decay=DECAY),
         bounds.of_sgd(STEP.learning_rate, DECAY),
     ),
 }
@@ -256,7 +207,7 @@ def matmul_subject(layout: str) -> Subject:
 
     return Subject(
         "MxNxK",
-        _normal(lambda m, n, k: (k, m) if trans_a else (m, k), lambda m, n, k: (n, k) if trans_b else (k, n)),
+        normal(lambda m, n, k: (k, m) if trans_a else (m, k), lambda m, n, k: (n, k) if trans_b else (k, n)),
         lambda e, a, b: e.matmul(a, b, trans_a=trans_a, trans_b=trans_b),
         allowed,
         "matmul",
