@@ -69,7 +69,7 @@ void main() {
     const uint lane = gl_SubgroupInvocationID;
 #if SPLIT > 1
     const uint tile = group_index();
-    const uint share = ((args.k + SPLIT - 1u) / SPLIT + UNROLL_K - 1u) / UNROLL_K * UNROLL_K;
+    const uint share = ((args.k + SPLIT - 1u) / SPLIT + 3u) / 4u * 4u; // whole rounds of every unrolling, 1, 2 or 4
     const uint k_begin = min(gl_SubgroupID * share, args.k), k_end = min(k_begin + share, args.k);
     const bool resumes = gl_SubgroupID == 0u;
 #else

@@ -14,7 +14,7 @@ from .matmul_launch import ALONG_K, PLAIN, Epilogue, Layout, Pairs, matmul_kerne
 if TYPE_CHECKING:
     from ..recorder import Recorder
 
-_M, _N, _K = 37, 70, 11
+_M, _N, _K = 37, 70, 19
 _PAIRED_M, _PAIRED_K = 38, 12
 _GUARD = 64  # words around C
 # NN, and TT with the epilogue: (layout, swapped, epilogue)
