@@ -16,6 +16,7 @@ from .engine import switches
 from .engine.device_choice import choose_device
 from .engine.errors import VkfoldError
 from .engine.kernel import SHADER_DIR
+from .engine.matmul_variants import usable_matrices
 from .engine.physical_device import PhysicalDevice
 from .engine.vulkan_api import Instance
 from .tools import kernels, tune
@@ -86,6 +87,11 @@ def device_table(device: PhysicalDevice, chosen: bool) -> Table:
     for heap in device.heaps:
         budget = f", budget {_gib(heap.budget_bytes)}" if heap.budget_bytes else ""
         heaps.append(f"{_gib(heap.size_bytes)}{' on the device' if heap.device_local else ''}{budget}")
+    used = usable_matrices(device, device.subgroup_size)
+    matrices = [
+        f"{shape.precision} {shape.m}x{shape.n}x{shape.k}{'' if shape in used else ' (not used)'}"
+        for shape in dict.fromkeys(device.matrices)
+    ]
     timestamps = f"{device.timestamp_period:g} ns a tick" if device.timestamp_bits else "none"
     for key, value in (
         ("type", device.type),
@@ -97,6 +103,7 @@ def device_table(device: PhysicalDevice, chosen: bool) -> Table:
         ("subgroup size", sizes),
         ("workgroup", f"{device.max_workgroup_invocations} invocations, {device.max_shared_bytes // 1024} KiB shared"),
         ("largest allocation", _gib(device.max_allocation_bytes)),
+        ("cooperative matrices", ", ".join(matrices) or "none"),
         ("memory heaps", "; ".join(heaps)),
         ("timestamps", timestamps),
     ):

@@ -3,10 +3,10 @@
     python benchmarks/device_share.py [--size 4096] [--megabytes 256] [--rounds 7] [--tensor-tflops X]
 
 Peaks are measured in the same run (tools/device_peaks.py: multiply-adds in registers; a copy from buffer to buffer). A
-peak of matrix units cannot be measured from outside: --tensor-tflops gives the data sheet's (float16 operands, float32
-sums, dense), and float16 matmul is then set against it. Goals, on discrete GPUs: f32 matmul 70 %, float16 matmul 60 %,
-kernels bound by bandwidth 85 %. Device timestamps, medians over rounds in turn. On a CPU driver sizes are smaller and
-nothing is a goal: caches, not memory, serve what fits them.
+peak of matrix units cannot be measured from outside: --tensor-tflops gives the data sheet's (float16 or bfloat16
+operands, float32 sums, dense), and matmul on cooperative matrices is then set against it. Goals, on discrete GPUs: f32
+matmul 70 %, float16 and bfloat16 matmul 60 %, kernels bound by bandwidth 85 %. Device timestamps, medians over rounds
+in turn. On a CPU driver sizes are smaller and nothing is a goal: caches, not memory, serve what fits them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vkfold.engine.matmul_variants import Capabilities
 from vkfold.engine.profiler import OpProfiler, OpSample
 from vkfold.tools.device_peaks import measure_peaks
 
-GOALS = {"matmul": 0.70, "matmul float16": 0.60, "bandwidth": 0.85}
+GOALS = {"matmul": 0.70, "matmul float16": 0.60, "matmul bfloat16": 0.60, "bandwidth": 0.85}
 COLUMNS = 1024
 Calls = dict[str, Callable[[], object]]
 
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=0, help="of the square matmul (4096; 512 on a CPU driver)")
     parser.add_argument("--megabytes", type=int, default=0, help="of a tensor (256; 32 on a CPU driver)")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tensor-tflops", type=float, default=0.0, help="data sheet: float16 matrix units, dense")
+    parser.add_argument("--tensor-tflops", type=float, default=0.0, help="data sheet: 16-bit matrix units, dense")
     parser.add_argument("--device", help="index, part of its name, or UUID")
     args = parser.parse_args()
     with vf.VulkanEngine(args.device) as engine:
@@ -97,8 +97,8 @@ def main() -> None:
         size = args.size or (512 if cpu else 4096)
         megabytes = args.megabytes or (32 if cpu else 256)
         peaks = measure_peaks(engine)
-        matrix = Capabilities.of(engine.recorder).matrix
-        products = measure(engine, matmuls(engine, size, ["float32", *(["float16"] if matrix else [])]), args.rounds)
+        precisions = list(dict.fromkeys(shape.precision for shape in Capabilities.of(engine.recorder).matrices))
+        products = measure(engine, matmuls(engine, size, ["float32", *precisions]), args.rounds)
         moving = measure(engine, bandwidth_bound(engine, megabytes * 2**20), args.rounds)
         print(f"{engine.name} ({engine.device.physical.driver_info})")
 
@@ -109,18 +109,18 @@ def main() -> None:
     print(f"f32 peak {peaks.flops / 1e9:,.0f} GFLOP/s, copy {copy / 1e9:,.1f} GB/s, tensors of {megabytes} MiB")
     missed = []
     rows = [("matmul", products["matmul"][0], peaks.flops)]
-    if matrix and args.tensor_tflops:
-        rows.append(("matmul float16", products["matmul float16"][0], 1e12 * args.tensor_tflops))
+    rounded = [f"matmul {precision}" for precision in precisions]
+    if args.tensor_tflops:
+        rows += [(name, products[name][0], 1e12 * args.tensor_tflops) for name in rounded]
     for name, rate, peak in rows:
         print(f"{name + ' ' + str(size):22s} {rate / 1e9:10,.1f} GFLOP/s {rate / peak:8.1%}{goal(name)}")
         if rate / peak < GOALS[name]:
             missed.append(name)
-    if not matrix:
+    if not rounded:
         print("matmul float16         no cooperative matrices here")
     elif not args.tensor_tflops:
-        print(
-            f"matmul float16 {size:7d} {products['matmul float16'][0] / 1e9:10,.1f} GFLOP/s, share: --tensor-tflops X"
-        )
+        for name in rounded:
+            print(f"{name + ' ' + str(size):22s} {products[name][0] / 1e9:10,.1f} GFLOP/s, share: --tensor-tflops X")
     for name, (_, rate) in moving.items():
         print(f"{name:22s} {rate / 1e9:10,.1f} GB/s    {rate / copy:8.1%}{goal('bandwidth')}")
         if rate / copy < GOALS["bandwidth"]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import VkfoldError
-from .spirv import add_no_contraction
+from .spirv import add_no_contraction, float16_as_bfloat16
 
 _DECLARATIONS = """
 typedef struct {
@@ -52,6 +52,8 @@ _SOURCE_GLSL, _STAGE_COMPUTE, _CLIENT_VULKAN, _TARGET_SPV = 1, 5, 1, 1
 _VULKAN_1_2, _SPV_1_5 = (1 << 22) | (2 << 12), (1 << 16) | (5 << 8)
 _CORE_PROFILE = 1 << 1
 _MESSAGES = (1 << 3) | (1 << 4)  # SPIR-V and Vulkan rules
+
+BFLOAT_PRAGMA = "#pragma float16_t_is_bfloat16\n"  # glslang, which has no bfloat16 yet, skips what it does not know
 
 _INSTALL = "pip install 'vkfold[compiler]' (Linux x86-64 and aarch64, macOS arm64)"
 
@@ -109,6 +111,7 @@ def compiler_name() -> str | None:
 def compile_glsl(text: str, name: str = "kernel") -> bytes:
     """SPIR-V for Vulkan 1.2 of a compute shader, every float operation decorated NoContraction.
 
+    With BFLOAT_PRAGMA in the text, float16_t is bfloat16 (`engine.spirv.float16_as_bfloat16`).
     Raises GlslCompileError with the compiler's message, CompilerUnavailableError when there is no compiler.
     """
     compiler = compiler_name()
@@ -120,7 +123,7 @@ def compile_glsl(text: str, name: str = "kernel") -> bytes:
         raise CompilerUnavailableError(
             f"kernel {name!r} is not among the compiled ones and no GLSL compiler is installed: {_INSTALL}"
         )
-    return add_no_contraction(spirv)
+    return add_no_contraction(float16_as_bfloat16(spirv) if BFLOAT_PRAGMA in text else spirv)
 
 
 def _compile_with_glslang(text: str, name: str) -> bytes:

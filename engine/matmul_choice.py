@@ -41,7 +41,13 @@ def select_for(
 @cache
 def _kernel_hash() -> str:
     shaders = ("matmul.comp", "matmul_shared.comp", "float_bits.glsl", "exp.glsl", "expr.glsl")
-    makers = ("matmul_variants.py", "ops/matmul_launch.py", "ops/matmul_parts.py", "ops/activation.py")
+    makers = (
+        "matmul_variants.py",
+        "workgroup_tile.py",
+        "ops/matmul_launch.py",
+        "ops/matmul_parts.py",
+        "ops/activation.py",
+    )
     return hash_of_files((*shaders, *makers))
 
 
@@ -63,7 +69,8 @@ class MatmulChooser(VariantChooser[Choice]):
         key = tuning_key(product, layout)
         name = self.forced() if precision == "float32" else ""
         if precision != "float32":
-            usable = [c for c in rounded_choices(self.device, precision) if c.barred_as not in self.table.barred]
+            choices = rounded_choices(self.device, precision, product)
+            usable = [choice for choice in choices if choice.barred_as not in self.table.barred]
             if not usable:
                 raise VkfoldError(f"matmul in {precision} is barred on this device: {self.table.barred}")
             return self.note(f"{key} {precision}", Selection(usable[0], f"{precision} was asked for"))
@@ -75,9 +82,15 @@ class MatmulChooser(VariantChooser[Choice]):
         self.named(name)
 
     def named(self, name: str) -> Choice:
-        """The choice with this name. Raises BadInputError, listing what there is, for one that does not exist."""
+        """The choice with this name.
+
+        Raises BadInputError, listing what there is, for one that does not exist, and for a tile that is too large here.
+        """
         family = dict.fromkeys((*variants(self.device), *all_variants(self.device.subgroup_size)))
         choices = {c.name: c for v in family for c in (Choice(v), Choice(v, True))}
         if name not in choices:
             raise BadInputError(f"no matmul variant {name!r}: this device has {', '.join(v.name for v in family)}")
+        lacks = choices[name].variant.lacks(self.device)
+        if lacks:
+            raise BadInputError(f"matmul variant {name!r} {lacks}: force a smaller tile")
         return choices[name]

@@ -13,20 +13,24 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from .physical_device import MatrixShape, PhysicalDevice
+from .workgroup_tile import WorkgroupTile
+
 if TYPE_CHECKING:
     from .recorder import Recorder
 
 SUBGROUP_SIZES = (4, 8, 16, 32, 64)
-MATRIX_SUBGROUP_SIZES = (32, 64)
 PRECISIONS = ("float32", "float16", "bfloat16")  # of the operands; sums are float32
 _MIN_INVOCATIONS = 128  # a workgroup, on any Vulkan device
+# Fragments of cooperative matrices that there are kernels for, (m, n, k) by subgroup size: GPUs', and Mesa llvmpipe's
+_FRAGMENTS = {8: (8, 8, 8), 32: (16, 16, 16), 64: (16, 16, 16)}
 
 
 class Capabilities(NamedTuple):
     """What the choice looks at. driver: "llvmpipe", "SwiftShader" or another; driver_major: its version.
 
-    parallel: subgroups the device works on at a time, about. matrix: it has cooperative matrices of 16 x 16 x 16 with
-    float16 operands and float32 sums.
+    parallel: subgroups the device works on at a time, about. matrices: cooperative matrices that it has and there are
+    kernels for. invocations, shared_bytes: the most of a workgroup.
     """
 
     subgroup_size: int
@@ -34,15 +38,23 @@ class Capabilities(NamedTuple):
     driver: str
     driver_major: int
     parallel: int = 1024
-    matrix: bool = False
+    matrices: tuple[MatrixShape, ...] = ()
+    invocations: int = 256
+    shared_bytes: int = 32768
 
     @classmethod
     def of(cls, gpu: Recorder) -> Capabilities:
         """Of the device that is being recorded for."""
         parallel = _cpus() if gpu.is_cpu else 1024
-        physical = gpu.device.physical
-        matrix = physical.multiplies_matrices and gpu.subgroup_size in MATRIX_SUBGROUP_SIZES
-        return cls(gpu.subgroup_size, gpu.is_cpu, gpu.driver, major_version(physical.driver_info), parallel, matrix)
+        physical, size = gpu.device.physical, gpu.subgroup_size
+        version = major_version(physical.driver_info)
+        limits = physical.max_workgroup_invocations, physical.max_shared_bytes
+        return cls(size, gpu.is_cpu, gpu.driver, version, parallel, usable_matrices(physical, size), *limits)
+
+
+def usable_matrices(physical: PhysicalDevice, subgroup_size: int) -> tuple[MatrixShape, ...]:
+    """The cooperative matrices of a device that there are kernels for."""
+    return tuple(dict.fromkeys(s for s in physical.matrices if s[1:] == _FRAGMENTS.get(subgroup_size)))
 
 
 @cache
@@ -61,7 +73,8 @@ class Variant(NamedTuple):
     """A tile of tm rows by tn columns a lane; unroll: values of k a round; subgroups: of a workgroup.
 
     spread: how a value of A reaches all lanes: "shuffle", "broadcast", or "load" (each lane loads it); or the tile is a
-    workgroup's: "shared" (operands staged in shared memory) or "matrix" (and multiplied by cooperative matrices).
+    workgroup's: "shared" (operands staged in shared memory) or "matrix" (and multiplied by cooperative matrices, of the
+    shape `matrix`).
     split: parts of k that subgroups of a workgroup sum up apart. written: for a driver that does badly at unrolling
     loops: written out, or in the tile of a workgroup left rolled. least_work: products below this many multiply-adds
     leave it aside, because its compilation would not pay. precision: what operands are rounded to.
@@ -76,11 +89,29 @@ class Variant(NamedTuple):
     written: bool = False
     least_work: int = 0
     precision: str = "float32"
+    matrix: MatrixShape | None = None
 
     @property
     def whole_workgroup(self) -> bool:
         """Whether the tile is a workgroup's and not a subgroup's."""
         return self.spread in ("shared", "matrix")
+
+    @property
+    def workgroup_tile(self) -> WorkgroupTile:
+        """The tile of a workgroup in numbers."""
+        return WorkgroupTile(self.tm, self.tn, self.unroll, self.matrix)
+
+    def lacks(self, device: Capabilities) -> str:
+        """What the tile needs and a workgroup of the device does not have, in words; "" when it fits."""
+        if not self.whole_workgroup:
+            return ""
+        tile = self.workgroup_tile
+        if tile.invocations > device.invocations:
+            return f"needs {tile.invocations} invocations a workgroup, the device allows {device.invocations}"
+        shared = tile.shared_bytes(device.subgroup_size)
+        if shared > device.shared_bytes:
+            return f"needs {shared} bytes of shared memory, the device has {device.shared_bytes}"
+        return ""
 
     def tile(self, subgroup_size: int) -> tuple[int, int]:
         """Rows and columns of C that one tile covers."""
@@ -92,6 +123,8 @@ class Variant(NamedTuple):
         unroll = f"u{self.unroll}" if self.unroll > 1 else ""
         split = f"_split{self.split}" if self.split > 1 else ""
         rounded = f"_{self.precision}" if self.precision != "float32" else ""
+        if self.matrix is not None and self.matrix[1:] != (16, 16, 16):
+            rounded += "_of" + "x".join(map(str, self.matrix[1:]))
         rolled = "_rolled" if self.written and self.whole_workgroup else ""
         return f"{self.spread}_{self.tm}x{self.tn}{unroll}{split}{rounded}{rolled}"
 
@@ -152,10 +185,11 @@ _LAVAPIPE = _shuffle_family(4)
 _SWIFTSHADER = tuple(
     Variant("broadcast", tm, tn, written=True) for tm, tn in ((16, 8), (8, 8), (16, 4), (8, 4), (4, 4), (8, 1))
 )
-_SHARED = Variant("shared", 64, 64)
-_MATRIX = Variant("matrix", 64, 64, precision="float16")
+_SHARED = tuple(Variant("shared", *tile) for tile in ((128, 128, 8), (128, 64, 8), (64, 64, 16)))
+_EMULATED = Variant("shared", 64, 64, 8)  # the tile that any device can hold
+_MATRIX_TILES = ((128, 128, 16), (128, 64, 16), (64, 64, 16))
 _GPU = (
-    _SHARED,
+    *_SHARED,
     *(
         Variant("broadcast", tm, tn, unroll, subgroups=4)
         for tm, tn, unroll in ((16, 4, 2), (8, 8, 2), (8, 4, 2), (4, 4, 4), (8, 1, 4), (4, 1, 4))
@@ -169,6 +203,9 @@ _GPU_SPLIT = tuple(
 _COSTS_LAVAPIPE_OLD = Costs(load=4.7, store=4.8, spread=0.11, multiply=0.25, round=20.0)
 _COSTS_LAVAPIPE = Costs(load=2.2, store=2.1, spread=0.05, multiply=0.23, round=10.0)
 _COSTS_SWIFTSHADER = Costs(load=4.1, store=2.9, spread=0.56, multiply=1.1, round=4.0)
+# Of cooperative matrices over multiply-adds: llvmpipe's, measured with version 26.1; GPUs', not measured
+_MATRIX_SPEED = {"llvmpipe": 0.5}
+_MATRIX_SPEED_GPU = 8.0
 _COSTS_GPU = Costs(load=4.0, store=4.0, spread=1.0, multiply=1.0, round=4.0)  # not measured: relative to a multiply-add
 
 
@@ -185,7 +222,7 @@ def all_variants(subgroup_size: int) -> tuple[Variant, ...]:
     """Every variant a device with this subgroup size can ask for."""
     families: list[tuple[Variant, ...]] = [_GPU, tuple(v for v in _GPU_SPLIT if v.split == _split_for(subgroup_size))]
     if subgroup_size == 4:
-        families += [_SWIFTSHADER, (_SHARED._replace(written=True),)]
+        families += [_SWIFTSHADER, tuple(v._replace(written=True) for v in _SHARED)]
     if subgroup_size in (4, 8, 16):  # lavapipe goes by the CPU's vector width
         families += [_LAVAPIPE, _LAVAPIPE_OLD]
     return tuple(dict.fromkeys(variant for family in families for variant in family))
@@ -193,16 +230,27 @@ def all_variants(subgroup_size: int) -> tuple[Variant, ...]:
 
 def rounded_variants(subgroup_size: int) -> tuple[Variant, ...]:
     """Every variant for operands of less than float32."""
-    emulated = [_SHARED._replace(precision=precision) for precision in PRECISIONS[1:]]
+    emulated = [_EMULATED._replace(precision=precision) for precision in PRECISIONS[1:]]
     if subgroup_size == 4:
         emulated += [variant._replace(written=True) for variant in emulated]
-    return (*emulated, _MATRIX) if subgroup_size in MATRIX_SUBGROUP_SIZES else tuple(emulated)
+    if subgroup_size not in _FRAGMENTS:
+        return tuple(emulated)
+    shapes = [MatrixShape(precision, *_FRAGMENTS[subgroup_size]) for precision in PRECISIONS[1:]]
+    return (*emulated, *(variant for shape in shapes for variant in _matrix_family(shape)))
 
 
-def rounded_choices(device: Capabilities, precision: str) -> list[Choice]:
-    """Variants for operands of less than float32, the best first: cooperative matrices where the device has them."""
-    emulated = Choice(_SHARED._replace(precision=precision, written=device.driver == "SwiftShader"))
-    return [Choice(_MATRIX), emulated] if device.matrix and precision == _MATRIX.precision else [emulated]
+def _matrix_family(shape: MatrixShape) -> list[Variant]:
+    # llvmpipe, whose fragments are the small ones, runs a workgroup on one thread: no tile has more reuse than another
+    tiles = _MATRIX_TILES if shape.m == 16 else _MATRIX_TILES[-1:]
+    return [Variant("matrix", *tile, precision=shape.precision, matrix=shape) for tile in tiles]
+
+
+def rounded_choices(device: Capabilities, precision: str, product: Product) -> list[Choice]:
+    """Variants for operands of less than float32, least estimate first: cooperative matrices where a GPU has them."""
+    family = [v for shape in device.matrices if shape.precision == precision for v in _matrix_family(shape)]
+    family.append(_EMULATED._replace(precision=precision, written=device.driver == "SwiftShader"))
+    choices = [Choice(variant) for variant in family if not variant.lacks(device)]
+    return sorted(choices, key=lambda choice: estimate(device, product, choice))
 
 
 def _split_for(subgroup_size: int) -> int:
@@ -222,7 +270,8 @@ def split_of(device: Capabilities, product: Product) -> int:
 
 def candidates(device: Capabilities, product: Product) -> list[Choice]:
     """All that may carry out a product here, every one with the same bits."""
-    family = [v for v in variants(device, split_of(device, product)) if v.least_work <= product.work]
+    family = variants(device, split_of(device, product))
+    family = tuple(v for v in family if v.least_work <= product.work and not v.lacks(device))
     # On a GPU neighbouring lanes should load neighbouring columns.
     return [Choice(v, swapped) for v in family for swapped in ((False, True) if device.is_cpu else (False,))]
 
@@ -249,9 +298,14 @@ def estimate(device: Capabilities, product: Product, choice: Choice) -> float:
         costs = _COSTS_SWIFTSHADER
     variant, size = choice.variant, device.subgroup_size
     down, across = tiles_of(device, product, choice)
-    if variant.whole_workgroup:  # 8 x 4 sums an invocation: 12 shared loads a k, 2 global ones
-        waves = -(-product.batch * down * across * (_MIN_INVOCATIONS // size) // device.parallel)
-        return waves * (product.k * (32 * costs.multiply + 12 * costs.spread + costs.load) + 32 * costs.store)
+    if variant.whole_workgroup:
+        workgroup = variant.workgroup_tile
+        shared, loaded = workgroup.cost(size)
+        faster = _MATRIX_SPEED.get(device.driver, _MATRIX_SPEED_GPU) if variant.matrix is not None else 1.0
+        multiply = costs.multiply / faster
+        step = workgroup.sums * multiply + shared * costs.spread + loaded * costs.load + costs.round / variant.unroll
+        waves = -(-product.batch * down * across * (workgroup.invocations // size) // device.parallel)
+        return waves * (product.k * step + workgroup.sums * costs.store)
     slots = -(-variant.tm // size)
     load = costs.load
     if device.driver == "llvmpipe" and size == 8 and _reads_pairs(product, variant, slots):

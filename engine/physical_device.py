@@ -36,6 +36,22 @@ class MemoryType:
     heap: int
 
 
+class MatrixShape(NamedTuple):
+    """Cooperative matrices that a subgroup multiplies: [m, k] x [k, n], operands of a precision and float32 sums."""
+
+    precision: str  # "float16" or "bfloat16"
+    m: int
+    n: int
+    k: int
+
+
+# What a kernel with operands of a precision declares beside cooperative matrices
+_MATRIX_FEATURES = {
+    "float16": {"shaderFloat16"},
+    "bfloat16": {"shaderBFloat16Type", "shaderBFloat16CooperativeMatrix"},
+}
+
+
 class QueueFamily(NamedTuple):
     """Queues of one kind: VkQueueFlags, how many there are, and valid bits of their timestamps."""
 
@@ -99,8 +115,7 @@ class PhysicalDevice:
     transfer_queue: tuple[int, int] | None = None  # (family, index) of a queue for copies beside the compute queue
     features: frozenset[str] = frozenset({"bufferDeviceAddress"})
     extensions: frozenset[str] = field(default=frozenset(), repr=False)
-    # (M, N, K) of cooperative matrices that a subgroup multiplies: float16 operands, float32 sums
-    matrix_shapes: tuple[tuple[int, int, int], ...] = ()
+    matrix_shapes: tuple[MatrixShape, ...] = ()  # that the driver lists
     heaps: tuple[MemoryHeap, ...] = ()
     memory_types: tuple[MemoryType, ...] = ()
     handle: Any = field(default=None, repr=False, compare=False)
@@ -116,10 +131,10 @@ class PhysicalDevice:
         return self.uuid.strip("0") != ""
 
     @property
-    def multiplies_matrices(self) -> bool:
-        """Whether it has the cooperative matrices that shaders/matmul_shared.comp is written for."""
-        needed = {"cooperativeMatrix", "shaderFloat16", "vulkanMemoryModel"}
-        return (16, 16, 16) in self.matrix_shapes and needed <= self.features
+    def matrices(self) -> tuple[MatrixShape, ...]:
+        """Of the listed cooperative matrices those whose features are there as well."""
+        usable = {"cooperativeMatrix", "vulkanMemoryModel"} <= self.features
+        return tuple(s for s in self.matrix_shapes if usable and _MATRIX_FEATURES[s.precision] <= self.features)
 
     @property
     def driver_key(self) -> str:

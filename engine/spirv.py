@@ -1,4 +1,5 @@
-"""A pass over SPIR-V words: float arithmetic must not be contracted, so that bits do not depend on a driver's taste.
+"""Passes over SPIR-V words: float arithmetic must not be contracted, so that bits do not depend on a driver's taste;
+16-bit floats may become bfloat16, a type that the compiler's GLSL does not have.
 
 Format: SPIR-V specification, section 2.3 (physical layout): five header words, then instructions whose first word is
 (length << 16) | opcode.
@@ -12,7 +13,8 @@ import numpy as np
 
 _MAGIC = 0x07230203
 _HEADER_WORDS = 5
-_OP_DECORATE, _OP_TYPE_VOID = 71, 19
+_OP_DECORATE = 71
+_OP_EXTENSION, _OP_CAPABILITY, _OP_TYPE_FLOAT, _OP_CONSTANT, _OP_SPEC_CONSTANT = 10, 17, 22, 43, 50
 _NO_CONTRACTION = 42
 # SPIR-V 1.6, 3.52.13 (arithmetic): result id in word 2
 _FLOAT_OPS = {
@@ -31,6 +33,9 @@ _FLOAT_OPS = {
     147: "OuterProduct",
     148: "Dot",
 }
+# SPV_KHR_bfloat16, revision 1; the encoding is a third operand of OpTypeFloat
+_FLOAT16, _BFLOAT16_TYPE, _BFLOAT16_MATRIX, _BFLOAT16_ENCODING = 9, 5116, 5118, 0
+_BFLOAT16_EXTENSION = "SPV_KHR_bfloat16"
 _ANNOTATIONS_END = range(19, 40)  # the type declarations, which follow all annotations
 
 
@@ -74,3 +79,36 @@ def add_no_contraction(spirv: bytes) -> bytes:
     decorations = [word for result, _ in missing for word in ((3 << 16) | _OP_DECORATE, result, _NO_CONTRACTION)]
     words = _words(spirv)
     return np.concatenate([words[:place], np.array(decorations, np.uint32), words[place:]]).tobytes()
+
+
+def _extension(name: str) -> list[int]:
+    raw = name.encode() + b"\0"
+    words = np.frombuffer(raw.ljust(-(-len(raw) // 4) * 4, b"\0"), np.uint32).tolist()
+    return [(1 + len(words)) << 16 | _OP_EXTENSION, *words]
+
+
+def float16_as_bfloat16(spirv: bytes) -> bytes:
+    """The module with every 16-bit float type a bfloat16, for cooperative matrices of them (SPV_KHR_bfloat16).
+
+    Right for modules that move such values (load, store, bitcast, extract, multiply matrices): the extension allows no
+    arithmetic on them. Conversions keep their meaning as well, but round as the device likes: the bits of an operand
+    should be made by integers. Raises ValueError for a constant of the type, whose bits are float16's.
+    """
+    made: list[int] = _words(spirv)[:_HEADER_WORDS].tolist()
+    types: set[int] = set()
+    declared = False
+    for _, opcode, words in instructions(spirv):
+        kept: list[int] = words.tolist()
+        if opcode == _OP_CAPABILITY and kept[1] == _FLOAT16:
+            kept = [word for new in (_BFLOAT16_TYPE, _BFLOAT16_MATRIX) for word in (2 << 16 | _OP_CAPABILITY, new)]
+        elif opcode != _OP_CAPABILITY and not declared:  # extensions follow capabilities (specification, section 2.4)
+            kept, declared = [*_extension(_BFLOAT16_EXTENSION), *kept], True
+        elif opcode == _OP_TYPE_FLOAT and kept[2] == 16:
+            types.add(kept[1])
+            kept = [4 << 16 | _OP_TYPE_FLOAT, *kept[1:3], _BFLOAT16_ENCODING]
+        elif opcode in (_OP_CONSTANT, _OP_SPEC_CONSTANT) and kept[1] in types:
+            raise ValueError(
+                f"SPIR-V to be made bfloat16 has a float16 constant, %{kept[2]}: make its bits of integers"
+            )
+        made += kept
+    return np.array(made, np.uint32).tobytes()

@@ -13,6 +13,14 @@ from typing import Any, NamedTuple
 
 from .errors import DeviceLostError, OutOfDeviceMemoryError, VulkanError, VulkanUnavailableError
 
+# Structs that PyVulkan 1.3.275 does not have: VkStructureType, and the members behind pNext
+_NEWER_STRUCTS = {
+    "VkPhysicalDeviceShaderBfloat16FeaturesKHR": (
+        1000141000,
+        "VkBool32 shaderBFloat16Type, shaderBFloat16DotProduct, shaderBFloat16CooperativeMatrix;",
+    )
+}
+
 
 class Binding(NamedTuple):
     """`lib`: Vulkan functions and enum values; `ffi`: cffi's types; both typed as Any because they are cffi objects."""
@@ -57,14 +65,29 @@ def struct(name: str, **fields: Any) -> Any:
     until the call that reads it returns: cffi keeps nothing alive through a pointer field or a by-value copy.
     """
     _, ffi, table, _ = binding()
+    number: int | None
+    if name in _NEWER_STRUCTS:
+        ffi, number = _newer(), _NEWER_STRUCTS[name][0]
+    else:
+        number = table.get(name[2:].upper())
     made = ffi.new(name + "*")
-    key = name[2:].upper()
-    number = table.get(key)
     if number is not None:
         made.sType = number
     for field, value in fields.items():
         setattr(made, field, value)
     return made
+
+
+@lru_cache(maxsize=1)
+def _newer() -> Any:
+    """cffi types of _NEWER_STRUCTS."""
+    import cffi
+
+    ffi = cffi.FFI()
+    ffi.cdef("typedef uint32_t VkBool32;")
+    for name, (_, members) in _NEWER_STRUCTS.items():
+        ffi.cdef(f"typedef struct {{ int32_t sType; void *pNext; {members} }} {name};")
+    return ffi
 
 
 def result_name(result: int) -> str:

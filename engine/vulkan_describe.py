@@ -7,6 +7,7 @@ from typing import Any
 
 from .physical_device import (
     TYPES,
+    MatrixShape,
     MemoryHeap,
     MemoryType,
     PhysicalDevice,
@@ -23,6 +24,9 @@ FEATURES_1_2 = ("bufferDeviceAddress", "scalarBlockLayout", "shaderFloat16", "sh
 FEATURES_SUBGROUP = ("subgroupSizeControl", "computeFullSubgroups")
 FEATURES_MATRIX = ("cooperativeMatrix",)
 MATRIX_EXTENSION = "VK_KHR_cooperative_matrix"
+FEATURES_BFLOAT = ("shaderBFloat16Type", "shaderBFloat16CooperativeMatrix")
+BFLOAT_EXTENSION = "VK_KHR_shader_bfloat16"
+_COMPONENT_TYPE_BFLOAT16 = 1000141000  # VK_COMPONENT_TYPE_BFLOAT16_KHR, which PyVulkan 1.3.275 does not name
 FEATURES_BASE = ("shaderInt64", "shaderFloat64", "shaderInt16")
 
 
@@ -43,6 +47,7 @@ def describe_device(index: int, handle: Any, function: Callable[[str], Any]) -> 
     modern = version >= API_1_2
     control = modern and "VK_EXT_subgroup_size_control" in extensions
     matrices = modern and MATRIX_EXTENSION in extensions
+    bfloats = modern and BFLOAT_EXTENSION in extensions
     maintenance4 = modern and "VK_KHR_maintenance4" in extensions
     v11, driver = struct("VkPhysicalDeviceVulkan11Properties"), struct("VkPhysicalDeviceDriverProperties")
     sizes = struct("VkPhysicalDeviceSubgroupSizeControlProperties")
@@ -56,13 +61,21 @@ def describe_device(index: int, handle: Any, function: Callable[[str], Any]) -> 
         struct("VkPhysicalDeviceSubgroupSizeControlFeatures"),
     )
     fmatrix = struct("VkPhysicalDeviceCooperativeMatrixFeaturesKHR")
+    fbfloat = struct("VkPhysicalDeviceShaderBfloat16FeaturesKHR")
     features = struct("VkPhysicalDeviceFeatures2")
     if modern:
-        link(features, f12, fcontrol if control else None, fmatrix if matrices else None)
+        link(
+            features,
+            f12,
+            fcontrol if control else None,
+            fmatrix if matrices else None,
+            fbfloat if bfloats else None,
+        )
     lib.vkGetPhysicalDeviceFeatures2(handle, features)
     names = [name for name in FEATURES_1_2 if getattr(f12, name)]
     names += [name for name in FEATURES_SUBGROUP if getattr(fcontrol, name)]
     names += [name for name in FEATURES_MATRIX if getattr(fmatrix, name)]
+    names += [name for name in FEATURES_BFLOAT if getattr(fbfloat, name)]
     names += [name for name in FEATURES_BASE if getattr(features.features, name)]
     heaps, types = _memory(handle, "VK_EXT_memory_budget" in extensions)
     queues = _queue_families(handle)
@@ -108,8 +121,8 @@ def describe_device(index: int, handle: Any, function: Callable[[str], Any]) -> 
     )
 
 
-def _matrix_shapes(handle: Any, function: Callable[[str], Any]) -> tuple[tuple[int, int, int], ...]:
-    """(M, N, K) that a subgroup multiplies with float16 operands and float32 sums."""
+def _matrix_shapes(handle: Any, function: Callable[[str], Any]) -> tuple[MatrixShape, ...]:
+    """Cooperative matrices that a subgroup multiplies, of float16 or bfloat16 operands and float32 sums."""
     lib, ffi, _, null = binding()
     name = "vkGetPhysicalDeviceCooperativeMatrixPropertiesKHR"
     ask, count = function(name), ffi.new("uint32_t*")
@@ -119,11 +132,14 @@ def _matrix_shapes(handle: Any, function: Callable[[str], Any]) -> tuple[tuple[i
     for i in range(count[0]):
         array[i].sType = made.sType
     check(ask(handle, count, array), name)
-    half, single = lib.VK_COMPONENT_TYPE_FLOAT16_KHR, lib.VK_COMPONENT_TYPE_FLOAT32_KHR
+    single = lib.VK_COMPONENT_TYPE_FLOAT32_KHR
+    precisions = {lib.VK_COMPONENT_TYPE_FLOAT16_KHR: "float16", _COMPONENT_TYPE_BFLOAT16: "bfloat16"}
     return tuple(
-        (p.MSize, p.NSize, p.KSize)
+        MatrixShape(precisions[p.AType], p.MSize, p.NSize, p.KSize)
         for p in (array[i] for i in range(count[0]))
-        if (p.AType, p.BType, p.CType, p.ResultType) == (half, half, single, single)
+        if p.AType == p.BType
+        and p.AType in precisions
+        and p.CType == p.ResultType == single
         and p.scope == lib.VK_SCOPE_SUBGROUP_KHR
     )
 

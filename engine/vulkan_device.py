@@ -12,8 +12,10 @@ from .pipeline_cache import load_cache, save_cache
 from .vulkan_binding import binding, check, link, string_array, struct
 from .vulkan_commands import CommandBuffer, Fence, PreparedSubmit, QueryPool
 from .vulkan_describe import (
+    BFLOAT_EXTENSION,
     FEATURES_1_2,
     FEATURES_BASE,
+    FEATURES_BFLOAT,
     FEATURES_MATRIX,
     FEATURES_SUBGROUP,
     MATRIX_EXTENSION,
@@ -90,12 +92,14 @@ class Device:
             setattr(subgroup, name, int(name in physical.features))
         for name in FEATURES_BASE:
             setattr(features.features, name, int(name in physical.features))
-        matrices = struct("VkPhysicalDeviceCooperativeMatrixFeaturesKHR") if physical.multiplies_matrices else None
-        if matrices is not None:
+        matrices = bfloats = None
+        if physical.matrices:
             self.extensions.append(MATRIX_EXTENSION)
-            for name in FEATURES_MATRIX:
-                setattr(matrices, name, int(name in physical.features))
-        link(features, f12, subgroup if "VK_EXT_subgroup_size_control" in self.extensions else None, matrices)
+            matrices = struct("VkPhysicalDeviceCooperativeMatrixFeaturesKHR", **dict.fromkeys(FEATURES_MATRIX, 1))
+        if any(shape.precision == "bfloat16" for shape in physical.matrices):
+            self.extensions.append(BFLOAT_EXTENSION)
+            bfloats = struct("VkPhysicalDeviceShaderBfloat16FeaturesKHR", **dict.fromkeys(FEATURES_BFLOAT, 1))
+        link(features, f12, subgroup if "VK_EXT_subgroup_size_control" in self.extensions else None, matrices, bfloats)
         assert physical.compute_family is not None
         copies = self.transfer_queue = self._choose_transfer_queue()
         self.families = sorted({physical.compute_family, copies[0]} if copies else {physical.compute_family})
@@ -116,7 +120,7 @@ class Device:
         )
         out = ffi.new("VkDevice*")
         check(lib.vkCreateDevice(physical.handle, info, null, out), "vkCreateDevice")
-        del f12, subgroup, matrices, features, priorities, queues, keep
+        del f12, subgroup, matrices, bfloats, features, priorities, queues, keep
         self.handle = out[0]
         queue_out = ffi.new("VkQueue*")
         lib.vkGetDeviceQueue(self.handle, physical.compute_family, 0, queue_out)

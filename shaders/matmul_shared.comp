@@ -1,11 +1,12 @@
-// C = A B by tiles of 64 x 64 a workgroup of 128 invocations, A and B staged in shared memory 16 values of k at a time,
-// double buffered: while one pair of tiles is multiplied the next is on its way, and there is one barrier a round.
-// Strides and bounds are those of matmul.comp, and so is the epilogue, whose text comes first.
+// C = A B by tiles of TILE_M x TILE_N a workgroup, A and B staged in shared memory DEPTH values of k at a time, double
+// buffered: while one pair of tiles is multiplied the next is on its way, and there is one barrier a round. Strides and
+// bounds are those of matmul.comp, and so is the epilogue, whose text comes first. Sizes: engine/workgroup_tile.py.
 //
-// MATRIX 0: each invocation holds 8 x 4 sums, every element one fma chain over k: the bits of matmul.comp. ROUND(x)
-// takes an operand to the precision that was asked for, float32 or a shorter one.
-// MATRIX 1: subgroups multiply fragments of 16 x 16 x 16 by cooperative matrices (SPV_KHR_cooperative_matrix), float16
-// operands and float32 sums, whose order within a fragment is the device's own. WAVES_N: subgroups along the columns.
+// MATRIX 0: each invocation holds ROWS x COLUMNS sums, every element one fma chain over k: the bits of matmul.comp.
+// MATRIX 1: subgroups multiply fragments by cooperative matrices (SPV_KHR_cooperative_matrix) with float32 sums, whose
+// order within a fragment is the device's own. WAVES subgroups, WAVES_N of them along the columns. BFLOAT: float16_t
+// stands for bfloat16 (a pass over the SPIR-V makes it one), so nothing may be done with it but to move its bits.
+// ROUND(x) takes an operand to the precision that was asked for, float32 or a shorter one.
 
 #if !WITH_EXPR // expr.glsl, where an epilogue brings it, has these
 #include "float_bits.glsl"
@@ -19,134 +20,157 @@ float round_to_bfloat(float x) { return uintBitsToFloat(bfloat_from_float(floatB
 #else
 #define UNROLL [[unroll]]
 #endif
-#define TILE 64u
-#define DEPTH 16u
-#define PITCH 72u // of a row in shared memory: rows start in different banks, and on 16 bytes
-#define SHARE (TILE * DEPTH / 128u)
+#define PITCH_A (TILE_M + PADDING) // of a row in shared memory
+#define PITCH_B (TILE_N + PADDING)
+#define SHARE_A (TILE_M * DEPTH / INVOCATIONS)
+#define SHARE_B (TILE_N * DEPTH / INVOCATIONS)
 
 #if MATRIX
 #define ELEMENT float16_t
+#if BFLOAT
+#define STAGED(value) unpackFloat2x16(bfloat_from_float(floatBitsToUint(value))).x
+#else
 #define STAGED(value) unpackFloat2x16(half_from_float(floatBitsToUint(value))).x
-shared float sums_of_tile[TILE * TILE];
+#endif
+shared float fragment_sums[WAVES * FRAGMENT_M * FRAGMENT_N]; // one fragment of each subgroup
 #else
 #define ELEMENT float
 #define STAGED(x) ROUND(x)
+#define LANES (TILE_N / COLUMNS) // invocations along the columns
 #endif
 
-shared ELEMENT a_tiles[2u * DEPTH * PITCH], b_tiles[2u * DEPTH * PITCH];
+shared ELEMENT a_tiles[2u * DEPTH * PITCH_A], b_tiles[2u * DEPTH * PITCH_B];
 
 void main() {
     const uint id = gl_LocalInvocationIndex;
     const uint tile = group_index(), tiles = args.tiles_m * args.tiles_n;
     const uint batch = tile / tiles;
     if (batch >= args.batch) return; // the same for a whole workgroup
-    const uint row0 = tile % tiles % args.tiles_m * TILE, col0 = tile % tiles / args.tiles_m * TILE;
+    const uint row0 = tile % tiles % args.tiles_m * TILE_M, col0 = tile % tiles / args.tiles_m * TILE_N;
     const uint a_start = batch * args.batch_a, b_start = batch * args.batch_b, c_start = batch * args.m * args.n;
     // Neighbouring invocations load neighbouring elements, whichever way they lie.
     const bool a_by_k = args.a_k == 1u, b_by_k = args.b_k == 1u;
 
-    float a_next[SHARE], b_next[SHARE];
-#define PLACE(by_k, i, k_of, other) \
-        const uint e = id + (i) * 128u; \
-        const uint k_of = by_k ? e % DEPTH : e / TILE, other = by_k ? e / DEPTH : e % TILE;
+    float a_next[SHARE_A], b_next[SHARE_B];
+#define PLACE(by_k, i, size, k_of, other) \
+        const uint e = id + (i) * INVOCATIONS; \
+        const uint k_of = by_k ? e % DEPTH : e / (size), other = by_k ? e / DEPTH : e % (size);
 // Beyond k an operand pair counts as -0 * 0, which leaves any sum as it is; beyond m and n nothing is stored.
-#define FETCH(i, begin) { { \
-        PLACE(a_by_k, i, a_kk, row) \
-        const uint k_a = min((begin) + a_kk, args.k - 1u); \
-        const float x = args.a.v[a_start + min(row0 + row, args.m - 1u) * args.a_row + k_a * args.a_k]; \
-        a_next[i] = (begin) + a_kk < args.k ? x : -0.0; } \
-    { \
-        PLACE(b_by_k, i, b_kk, column) \
-        const uint k_b = min((begin) + b_kk, args.k - 1u); \
-        const float x = args.b.v[b_start + min(col0 + column, args.n - 1u) * args.b_col + k_b * args.b_k]; \
-        b_next[i] = (begin) + b_kk < args.k ? x : 0.0; } }
-#define KEEP(i, side) { { \
-        PLACE(a_by_k, i, a_kk, row) \
-        a_tiles[((side) * DEPTH + a_kk) * PITCH + row] = STAGED(a_next[i]); } \
-    { \
-        PLACE(b_by_k, i, b_kk, column) \
-        b_tiles[((side) * DEPTH + b_kk) * PITCH + column] = STAGED(b_next[i]); } }
+#define FETCH_A(i, begin) { \
+        PLACE(a_by_k, i, TILE_M, kk, row) \
+        const uint k = min((begin) + kk, args.k - 1u); \
+        const float x = args.a.v[a_start + min(row0 + row, args.m - 1u) * args.a_row + k * args.a_k]; \
+        a_next[i] = (begin) + kk < args.k ? x : -0.0; }
+#define FETCH_B(i, begin) { \
+        PLACE(b_by_k, i, TILE_N, kk, column) \
+        const uint k = min((begin) + kk, args.k - 1u); \
+        const float x = args.b.v[b_start + min(col0 + column, args.n - 1u) * args.b_col + k * args.b_k]; \
+        b_next[i] = (begin) + kk < args.k ? x : 0.0; }
+#define FETCH(begin) { \
+        UNROLL for (uint i = 0; i < SHARE_A; ++i) FETCH_A(i, begin) \
+        UNROLL for (uint i = 0; i < SHARE_B; ++i) FETCH_B(i, begin) }
+#define KEEP_A(i, side) { \
+        PLACE(a_by_k, i, TILE_M, kk, row) \
+        a_tiles[((side) * DEPTH + kk) * PITCH_A + row] = STAGED(a_next[i]); }
+#define KEEP_B(i, side) { \
+        PLACE(b_by_k, i, TILE_N, kk, column) \
+        b_tiles[((side) * DEPTH + kk) * PITCH_B + column] = STAGED(b_next[i]); }
+#define KEEP(side) { \
+        UNROLL for (uint i = 0; i < SHARE_A; ++i) KEEP_A(i, side) \
+        UNROLL for (uint i = 0; i < SHARE_B; ++i) KEEP_B(i, side) }
 
     const uint rounds = (args.k + DEPTH - 1u) / DEPTH;
 #if MATRIX
-    const uint wave_row = gl_SubgroupID / WAVES_N * (16u * FRAGMENTS_M), wave_col = gl_SubgroupID % WAVES_N * (16u * FRAGMENTS_N);
-    coopmat<float, gl_ScopeSubgroup, 16, 16, gl_MatrixUseAccumulator> sums[FRAGMENTS_M * FRAGMENTS_N];
+    const uint wave_row = gl_SubgroupID / WAVES_N * (FRAGMENT_M * FRAGMENTS_M);
+    const uint wave_col = gl_SubgroupID % WAVES_N * (FRAGMENT_N * FRAGMENTS_N);
+    coopmat<float, gl_ScopeSubgroup, FRAGMENT_M, FRAGMENT_N, gl_MatrixUseAccumulator> sums[FRAGMENTS_M * FRAGMENTS_N];
     UNROLL for (uint i = 0; i < FRAGMENTS_M * FRAGMENTS_N; ++i)
-        sums[i] = coopmat<float, gl_ScopeSubgroup, 16, 16, gl_MatrixUseAccumulator>(0.0);
+        sums[i] = coopmat<float, gl_ScopeSubgroup, FRAGMENT_M, FRAGMENT_N, gl_MatrixUseAccumulator>(0.0);
 #else
-    const uint my_row = id / 16u * 8u, my_col = id % 16u; // columns my_col + 16 j: no two in one bank
-    float sums[32];
-    UNROLL for (uint i = 0; i < 32; ++i) {
+    const uint my_row = id / LANES * ROWS, my_col = id % LANES; // columns my_col + LANES j: no two in one bank
+#define ROW_OF(i) (row0 + my_row + (i) / COLUMNS)
+#define COLUMN_OF(i) (col0 + my_col + (i) % COLUMNS * LANES)
+    float sums[ROWS * COLUMNS];
+    UNROLL for (uint i = 0; i < ROWS * COLUMNS; ++i) {
         sums[i] = 0.0;
 #if RESUMES
-        const uint row = row0 + my_row + i / 4, column = col0 + my_col + i % 4 * 16;
-        sums[i] = args.c.v[c_start + min(row, args.m - 1u) * args.c_row + min(column, args.n - 1u) * args.c_col];
+        sums[i] = args.c.v[c_start + min(ROW_OF(i), args.m - 1u) * args.c_row + min(COLUMN_OF(i), args.n - 1u) * args.c_col];
 #endif
     }
 #endif
     if (rounds > 0u) {
-        UNROLL for (uint i = 0; i < SHARE; ++i) FETCH(i, 0u)
-        UNROLL for (uint i = 0; i < SHARE; ++i) KEEP(i, 0u)
+        FETCH(0u)
+        KEEP(0u)
     }
     barrier();
     for (uint round = 0; round < rounds; ++round) {
-        const uint side = round & 1u, begin = (round + 1u) * DEPTH;
+        const uint side = round & 1u;
         const bool more = round + 1u < rounds;
-        if (more) {
-            UNROLL for (uint i = 0; i < SHARE; ++i) FETCH(i, begin)
-        }
+        if (more) FETCH((round + 1u) * DEPTH)
 #if MATRIX
-        coopmat<float16_t, gl_ScopeSubgroup, 16, 16, gl_MatrixUseB> b[FRAGMENTS_N];
-        UNROLL for (uint j = 0; j < FRAGMENTS_N; ++j)
-            coopMatLoad(b[j], b_tiles, side * DEPTH * PITCH + wave_col + j * 16u, PITCH, gl_CooperativeMatrixLayoutRowMajor);
-        UNROLL for (uint i = 0; i < FRAGMENTS_M; ++i) {
-            coopmat<float16_t, gl_ScopeSubgroup, 16, 16, gl_MatrixUseA> a;
-            coopMatLoad(a, a_tiles, side * DEPTH * PITCH + wave_row + i * 16u, PITCH, gl_CooperativeMatrixLayoutColumnMajor);
+        UNROLL for (uint kk = 0; kk < DEPTH; kk += FRAGMENT_K) {
+            const uint a_at = (side * DEPTH + kk) * PITCH_A + wave_row, b_at = (side * DEPTH + kk) * PITCH_B + wave_col;
+            coopmat<float16_t, gl_ScopeSubgroup, FRAGMENT_K, FRAGMENT_N, gl_MatrixUseB> b[FRAGMENTS_N];
             UNROLL for (uint j = 0; j < FRAGMENTS_N; ++j)
-                sums[i * FRAGMENTS_N + j] = coopMatMulAdd(a, b[j], sums[i * FRAGMENTS_N + j]);
+                coopMatLoad(b[j], b_tiles, b_at + j * FRAGMENT_N, PITCH_B, gl_CooperativeMatrixLayoutRowMajor);
+            UNROLL for (uint i = 0; i < FRAGMENTS_M; ++i) {
+                coopmat<float16_t, gl_ScopeSubgroup, FRAGMENT_M, FRAGMENT_K, gl_MatrixUseA> a;
+                coopMatLoad(a, a_tiles, a_at + i * FRAGMENT_M, PITCH_A, gl_CooperativeMatrixLayoutColumnMajor);
+                UNROLL for (uint j = 0; j < FRAGMENTS_N; ++j)
+                    sums[i * FRAGMENTS_N + j] = coopMatMulAdd(a, b[j], sums[i * FRAGMENTS_N + j]);
+            }
         }
 #else
         for (uint kk = 0; kk < DEPTH; ++kk) {
-            const uint at = (side * DEPTH + kk) * PITCH;
-            float a[8], b[4];
-            UNROLL for (uint i = 0; i < 8; ++i) a[i] = a_tiles[at + my_row + i];
-            UNROLL for (uint j = 0; j < 4; ++j) b[j] = b_tiles[at + my_col + j * 16u];
-            UNROLL for (uint i = 0; i < 32; ++i) sums[i] = fma(a[i / 4], b[i % 4], sums[i]);
+            const uint a_at = (side * DEPTH + kk) * PITCH_A + my_row, b_at = (side * DEPTH + kk) * PITCH_B + my_col;
+            float a[ROWS], b[COLUMNS];
+            UNROLL for (uint i = 0; i < ROWS; ++i) a[i] = a_tiles[a_at + i];
+            UNROLL for (uint j = 0; j < COLUMNS; ++j) b[j] = b_tiles[b_at + j * LANES];
+            UNROLL for (uint i = 0; i < ROWS * COLUMNS; ++i) sums[i] = fma(a[i / COLUMNS], b[i % COLUMNS], sums[i]);
         }
 #endif
-        if (more) {
-            UNROLL for (uint i = 0; i < SHARE; ++i) KEEP(i, 1u - side)
-        }
+        if (more) KEEP(1u - side)
         barrier();
     }
 
+    // Sums are stored first; the epilogue goes over what this invocation has stored, in a loop, as in matmul.comp.
 #if MATRIX
-    UNROLL for (uint i = 0; i < FRAGMENTS_M; ++i) {
-        UNROLL for (uint j = 0; j < FRAGMENTS_N; ++j)
-            coopMatStore(sums[i * FRAGMENTS_N + j], sums_of_tile, (wave_row + i * 16u) * TILE + wave_col + j * 16u, TILE,
-                         gl_CooperativeMatrixLayoutRowMajor);
-    }
-    barrier();
-    for (uint e = id; e < TILE * TILE; e += 128u) {
-        const uint row = row0 + e / TILE, column = col0 + e % TILE;
-        if (row < args.m && column < args.n) {
-            const uint at = c_start + row * args.c_row + column * args.c_col;
-            float sum = sums_of_tile[e];
+    const uint lane = gl_SubgroupInvocationID, fragment_start = gl_SubgroupID * (FRAGMENT_M * FRAGMENT_N);
+    const uint row1 = row0 + wave_row, col1 = col0 + wave_col;
+    UNROLL for (uint f = 0; f < FRAGMENTS_M * FRAGMENTS_N; ++f) {
+        coopMatStore(sums[f], fragment_sums, fragment_start, FRAGMENT_N, gl_CooperativeMatrixLayoutRowMajor);
+        barrier();
+        for (uint e = lane; e < FRAGMENT_M * FRAGMENT_N; e += SIZE) {
+            const uint row = row1 + f / FRAGMENTS_N * FRAGMENT_M + e / FRAGMENT_N;
+            const uint column = col1 + f % FRAGMENTS_N * FRAGMENT_N + e % FRAGMENT_N;
+            if (row < args.m && column < args.n) {
+                const uint at = c_start + row * args.c_row + column * args.c_col;
 #if RESUMES
-            sum += args.c.v[at];
+                args.c.v[at] = fragment_sums[fragment_start + e] + args.c.v[at];
+#else
+                args.c.v[at] = fragment_sums[fragment_start + e];
 #endif
-            args.c.v[at] = finish(sum, c_start, row, column);
+            }
+        }
+        barrier();
+    }
+    if (!has_epilogue()) return;
+    for (uint f = 0; f < FRAGMENTS_M * FRAGMENTS_N; ++f) {
+        for (uint e = lane; e < FRAGMENT_M * FRAGMENT_N; e += SIZE) {
+            const uint row = row1 + f / FRAGMENTS_N * FRAGMENT_M + e / FRAGMENT_N;
+            const uint column = col1 + f % FRAGMENTS_N * FRAGMENT_N + e % FRAGMENT_N;
+            const uint at = c_start + row * args.c_row + column * args.c_col;
+            if (row < args.m && column < args.n) args.c.v[at] = finish(args.c.v[at], c_start, row, column);
         }
     }
 #else
-    UNROLL for (uint i = 0; i < 32; ++i) {
-        const uint row = row0 + my_row + i / 4, column = col0 + my_col + i % 4 * 16;
+    UNROLL for (uint i = 0; i < ROWS * COLUMNS; ++i) {
+        const uint row = ROW_OF(i), column = COLUMN_OF(i);
         if (row < args.m && column < args.n) args.c.v[c_start + row * args.c_row + column * args.c_col] = sums[i];
     }
-    // Over what this invocation has just stored, in a loop, as in matmul.comp.
     if (!has_epilogue()) return;
-    for (uint i = 0; i < 32; ++i) {
-        const uint row = row0 + my_row + i / 4, column = col0 + my_col + i % 4 * 16;
+    for (uint i = 0; i < ROWS * COLUMNS; ++i) {
+        const uint row = ROW_OF(i), column = COLUMN_OF(i);
         const uint at = c_start + row * args.c_row + column * args.c_col;
         if (row < args.m && column < args.n) args.c.v[at] = finish(args.c.v[at], c_start, row, column);
     }

@@ -25,7 +25,16 @@ def report(**environment: str) -> subprocess.CompletedProcess[str]:
 def test_the_report_names_device_driver_compiler_caches_and_switches(tmp_path: Path) -> None:
     done = report(VKFOLD_CACHE_DIR=str(tmp_path / "cache"), VKFOLD_DEBUG="2")
     assert done.returncode == 0, done.stdout + done.stderr
-    for word in ("device 0", "(used)", "driver", "bufferDeviceAddress", "subgroup size", "compiler", "pipeline cache"):
+    for word in (
+        "device 0",
+        "(used)",
+        "driver",
+        "bufferDeviceAddress",
+        "subgroup size",
+        "compiler",
+        "pipeline cache",
+        "cooperative matrices",
+    ):
         assert word in done.stdout
     for name in switches.SWITCHES:
         assert name in done.stdout

@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,10 +33,11 @@ from vkfold.engine.matmul_variants import (
 )
 from vkfold.engine.ops import matmul as matmul_op
 from vkfold.engine.ops.matmul_launch import PLAIN, matmul_kernel
-from vkfold.engine.physical_device import PhysicalDevice
+from vkfold.engine.physical_device import MatrixShape, PhysicalDevice
 from vkfold.engine.tensor import Tensor
 from vkfold.engine.variant_choice import forced_by_switch, forced_variant
 from vkfold.engine.vulkan_engine import VulkanEngine
+from vkfold.engine.workgroup_tile import WorkgroupTile
 
 from .op_checks import EPS32
 
@@ -203,7 +206,7 @@ def test_few_kernels() -> None:
         for v in (*all_variants(size), *rounded_variants(size))
         for more in (False, True)
     }
-    assert len({name for name, _ in kernels}) == len(kernels) < 240
+    assert len({name for name, _ in kernels}) == len(kernels) < 270
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
@@ -255,25 +258,104 @@ def test_lower_precision_has_epilogue_and_accumulation(vulkan: VulkanEngine, ora
 
 
 def test_matrices_are_used_where_reported_and_asked_for(vulkan: VulkanEngine) -> None:
-    """Cooperative matrices: float16 on a device that has them, never for float32; an unknown precision is refused."""
-    with_matrices = GPU._replace(matrix=True)
-    names = {
-        (device, precision): [choice.name for choice in rounded_choices(device, precision)]
-        for device in (GPU, with_matrices)
-        for precision in ("float16", "bfloat16")
-    }
-    assert names[with_matrices, "float16"] == ["matrix_64x64_float16", "shared_64x64_float16"]
-    assert names[with_matrices, "bfloat16"] == names[GPU, "bfloat16"] == ["shared_64x64_bfloat16"]
-    assert names[GPU, "float16"] == ["shared_64x64_float16"]
-    for product in (Product(1, 4096, 4096, 4096), Product(1, 64, 64, 4096)):
-        assert {choice.variant.precision for choice in candidates(with_matrices, product)} == {"float32"}
-    device = PhysicalDevice(0, "one", "discrete", matrix_shapes=((16, 8, 16), (16, 16, 16)))
-    some, all_ = {"cooperativeMatrix", "shaderFloat16"}, {"cooperativeMatrix", "shaderFloat16", "vulkanMemoryModel"}
-    assert dataclasses.replace(device, features=frozenset(all_)).multiplies_matrices
-    assert not dataclasses.replace(device, features=frozenset(some)).multiplies_matrices
-    assert not dataclasses.replace(device, features=frozenset(all_), matrix_shapes=((16, 8, 16),)).multiplies_matrices
+    """Cooperative matrices of the precision asked for where a GPU has them, never for float32."""
+    large = Product(1, 4096, 4096, 4096)
+
+    def spreads(device: Capabilities, precision: str) -> list[str]:
+        choices = rounded_choices(device, precision, large)
+        assert all(choice.variant.precision == precision for choice in choices)
+        return [choice.variant.spread for choice in choices]
+
+    for precision, other in (("float16", "bfloat16"), ("bfloat16", "float16")):
+        with_matrices = GPU._replace(matrices=(MatrixShape(precision, 16, 16, 16),))
+        assert spreads(with_matrices, precision) == ["matrix", "matrix", "matrix", "shared"]
+        assert spreads(with_matrices, other) == spreads(GPU, precision) == ["shared"]
+        for product in (large, Product(1, 64, 64, 4096)):
+            assert {choice.variant.precision for choice in candidates(with_matrices, product)} == {"float32"}
+    # llvmpipe's matrices take longer than the emulation
+    assert spreads(NEW._replace(matrices=(MatrixShape("float16", 8, 8, 8),)), "float16") == ["shared", "matrix"]
     with pytest.raises(ValueError, match="unknown precision 'fp8': use one of float32, float16, bfloat16"):
         vulkan.matmul(vulkan.tensor(np.ones((2, 2))), vulkan.tensor(np.ones((2, 2))), precision="fp8")
+
+
+def test_matrices_need_their_features() -> None:
+    """Listed shapes count where the features of their precision are there, and a kernel for the shape."""
+    half, bfloat = MatrixShape("float16", 16, 16, 16), MatrixShape("bfloat16", 16, 16, 16)
+    device = PhysicalDevice(0, "one", "discrete", matrix_shapes=(MatrixShape("float16", 16, 8, 16), half, bfloat))
+    common = {"cooperativeMatrix", "vulkanMemoryModel"}
+    bfloats = {"shaderBFloat16Type", "shaderBFloat16CooperativeMatrix"}
+    for features, expected in (
+        (common | {"shaderFloat16"}, device.matrix_shapes[:2]),
+        (common | bfloats, (bfloat,)),
+        (common | bfloats | {"shaderFloat16"}, device.matrix_shapes),
+        (common | {"shaderBFloat16Type"}, ()),
+        ({"cooperativeMatrix", "shaderFloat16"} | bfloats, ()),
+    ):
+        assert dataclasses.replace(device, features=frozenset(features)).matrices == expected
+    able = dataclasses.replace(
+        device, features=frozenset(common | bfloats | {"shaderFloat16"}), max_shared_bytes=49152, subgroup_size=32
+    )
+    recorder: Any = SimpleNamespace(
+        is_cpu=False, driver="a GPU", subgroup_size=32, device=SimpleNamespace(physical=able)
+    )
+    assert Capabilities.of(recorder).matrices == (half, bfloat)
+    assert Capabilities.of(recorder).shared_bytes == 49152
+    recorder.subgroup_size = 8
+    assert Capabilities.of(recorder).matrices == ()
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
+def test_tiles_of_a_workgroup_are_chosen_by_size_and_limits(precision: str) -> None:
+    """Large products take large tiles, those with few tiles small ones; what a device cannot hold is no candidate."""
+    device = GPU._replace(matrices=(MatrixShape("float16", 16, 16, 16), MatrixShape("bfloat16", 16, 16, 16)))
+
+    def taken(device: Capabilities, size: int) -> tuple[int, int]:
+        product = Product(1, size, size, size)
+        if precision == "float32":
+            choices = [choice for choice in candidates(device, product) if choice.variant.spread == "shared"]
+            variant = least_estimate(device, product, choices).variant
+        else:
+            variant = rounded_choices(device, precision, product)[0].variant
+            assert variant.spread == "matrix"
+        return variant.tm, variant.tn
+
+    assert taken(device, 4096) == (128, 128)
+    assert taken(device, 1024) == taken(device, 768) == (64, 64)
+    assert taken(device._replace(invocations=128), 4096) == (128, 64)
+    least = device._replace(shared_bytes=16384)  # of any Vulkan device
+    assert taken(least, 4096) == ((128, 64) if precision == "float32" else (64, 64))
+    assert least_estimate(device, Product(1, 4096, 4096, 4096)).variant.spread == "shared"
+    if precision != "float32":
+        assert rounded_choices(least._replace(shared_bytes=9216), precision, Product(1, 9, 9, 9))  # the emulation
+
+
+def test_tiles_of_a_workgroup_are_divided_evenly() -> None:
+    """All invocations load the same; fragments fill the tile; shared memory is what the shader declares."""
+    for size in (8, 32, 64):
+        for variant in (v for v in (*all_variants(size), *rounded_variants(size)) if v.whole_workgroup):
+            tile = variant.workgroup_tile
+            assert tile.tm * tile.depth % tile.invocations == tile.tn * tile.depth % tile.invocations == 0
+            told, staged = tile.defines(size), 2 * tile.depth * (tile.tm + tile.tn + 16)
+            if tile.matrix is None:
+                assert tile.shared_bytes(size) == 4 * staged
+                continue
+            down, across = tile.waves(size)
+            assert down * across * size == tile.invocations
+            assert int(told["FRAGMENTS_M"]) * tile.matrix.m * down == tile.tm
+            assert int(told["FRAGMENTS_N"]) * tile.matrix.n * across == tile.tn
+            assert tile.shared_bytes(size) == 2 * staged + 4 * down * across * tile.matrix.m * tile.matrix.n
+    with pytest.raises(ValueError, match="does not divide into fragments"):
+        WorkgroupTile(64, 64, 16, MatrixShape("float16", 48, 16, 16)).waves(32)
+
+
+def test_a_tile_that_does_not_fit_is_not_forced(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser = MatmulChooser.of(vulkan.recorder)
+    monkeypatch.setattr(chooser, "device", chooser.device._replace(shared_bytes=16384))
+    with pytest.raises(BadInputError, match="needs 17408 bytes of shared memory, the device has 16384"):
+        chooser.named("shared_128x128u8")
+    monkeypatch.setattr(chooser, "device", chooser.device._replace(shared_bytes=32768, invocations=128))
+    with pytest.raises(BadInputError, match="needs 256 invocations a workgroup, the device allows 128"):
+        chooser.named("shared_128x128u8")
 
 
 @pytest.mark.parametrize("trans_a,trans_b", TRANSPOSES)

@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ..fold import FoldSpec
+from ..glsl_compiler import BFLOAT_PRAGMA
 from ..kernel import Kernel, read_shader
 from ..matmul_variants import Capabilities, Choice, Product, Variant, tiles_of
 from ..tensor import Tensor
@@ -82,21 +83,20 @@ _ROUND = {"float32": "(x)", "float16": "round_to_half(x)", "bfloat16": "round_to
 
 def _workgroup_kernel(name: str, variant: Variant, subgroup_size: int, resumes: bool, parts: Parts) -> Kernel:
     """The kernel of a tile of a whole workgroup."""
-    defines: dict[str, int | float | str] = {
-        "MATRIX": 0,
+    defines = variant.workgroup_tile.defines(subgroup_size) | {
         "ROLLED": int(variant.written),
         "RESUMES": int(resumes),
         "ROUND(x)": _ROUND[variant.precision],
         "WITH_EXPR": int("expr.glsl" in parts_includes(parts)),
     }
-    text = parts_glsl(parts) + read_shader("matmul_shared.comp")
-    if variant.spread == "shared":
-        return Kernel(name, text, kernel_arguments(parts), local_size=128, defines=defines)
-    waves_n = 2 if subgroup_size == 32 else 1
-    defines |= {"MATRIX": 1, "WAVES_N": waves_n, "FRAGMENTS_M": 2, "FRAGMENTS_N": 4 // waves_n}
-    text = "#pragma use_vulkan_memory_model\n" + text
-    subgroups = 128 // subgroup_size
-    arguments = kernel_arguments(parts)
+    text, arguments = parts_glsl(parts) + read_shader("matmul_shared.comp"), kernel_arguments(parts)
+    invocations = variant.workgroup_tile.invocations
+    if variant.matrix is None:
+        return Kernel(name, text, arguments, local_size=invocations, defines=defines)
+    bfloat = variant.precision == "bfloat16"
+    text = "#pragma use_vulkan_memory_model\n" + BFLOAT_PRAGMA * bfloat + text
+    defines |= {"BFLOAT": int(bfloat)}
+    subgroups = invocations // subgroup_size
     return Kernel(name, text, arguments, subgroups=subgroups, defines=defines, extensions=_MATRIX_EXTENSIONS)
 
 
