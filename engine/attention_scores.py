@@ -10,6 +10,8 @@ its derivative by SCORE. A pair whose score is -inf is not seen.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from .expr import RANDOM, Expr, constant, tanh, variables
@@ -37,10 +39,10 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 def softcap(limit: float, score: Expr = SCORE) -> Expr:
     """limit * tanh(score / limit): scores stay between -limit and limit (Gemma 2, 2024).
 
-    Raises ValueError when the limit is not positive.
+    Raises ValueError when the limit is not positive and finite.
     """
-    if not limit > 0:
-        raise ValueError(f"softcap: the limit is {limit}, it must be positive")
+    if not 0 < limit < math.inf:
+        raise ValueError(f"softcap: the limit is {limit}, it must be positive and finite")
     return tanh(score * (1.0 / limit)) * limit
 
 

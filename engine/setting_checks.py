@@ -33,6 +33,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, (bool, np.bool_)), "True or False"),
     "int": (is_whole, "a whole number"),
     "float": (is_number, "a number"),
+    "finite": (is_number, "a number"),
     "str": (lambda value: isinstance(value, str), "a string"),
 }
 
@@ -62,8 +63,8 @@ def check_settings(op: Op, settings: Mapping[str, Any]) -> None:
 def check_setting(op: str, name: str, value: Any, annotation: str) -> None:
     """The same for one setting.
 
-    annotation: "bool", "int" (of 32 bits), "float" or "str", with " | None" where it may be left out; or a tuple of
-    floats.
+    annotation: "bool", "int" (of 32 bits), "float", "finite" (a float that is no NaN and not infinite) or "str", with
+    " | None" where it may be left out; or a tuple of floats.
     """
     if annotation == "tuple[float, ...]":
         for i, number in enumerate(value):
@@ -77,8 +78,18 @@ def check_setting(op: str, name: str, value: Any, annotation: str) -> None:
         raise TypeError(f"{op}: {name} is {described(value)}, needed is {needed}{' or None' if optional else ''}")
     if kind == "float":
         check_float32(op, name, value)
+    elif kind == "finite":
+        check_finite(op, name, value)
     elif kind == "int" and not -(2**31) <= value < 2**32:
         raise ValueError(f"{op}: {name} is {value!r:.40}, which does not fit 32 bits")
+
+
+def check_finite(op: str, name: str, value: Any) -> float:
+    """The number. Raises what `check_float32` does, and ValueError for NaN and infinities."""
+    number = check_float32(op, name, value)
+    if not math.isfinite(number):
+        raise ValueError(f"{op}: {name} is {number}, it must be finite")
+    return number
 
 
 def check_float32(op: str, name: str, value: Any) -> float:

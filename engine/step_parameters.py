@@ -21,6 +21,7 @@ layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer St
 """
 _FORMAT = struct.Struct("<IIIIfffff")
 SIZE_BYTES = 256
+_LARGEST = 3.4028234e38  # of float32
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class StepParameters:
     the step. learning_rate: of this step. loss_scale: 1 / number of valid tokens of all micro-batches of the step.
     bias_correction1/2: 1 - beta^t of Adam (Kingma & Ba 2015, section 3), worked out in float64 on the host.
     square_weight: share of the new squares in Adafactor's second moment, 1 - beta2_t.
+
+    Raises ValueError for a step or micro_batch outside 32 bits, and for rates and factors that are not finite float32.
     """
 
     seed: int = 0
@@ -47,6 +50,10 @@ class StepParameters:
             value = getattr(self, name)
             if not hasattr(value, "__index__") or not 0 <= value < 2**32:
                 raise ValueError(f"step parameter {name} is {value!r:.40}, it must be a whole number below 2^32")
+        for name in ("learning_rate", "loss_scale", "bias_correction1", "bias_correction2", "square_weight"):
+            value = getattr(self, name)
+            if not abs(value) <= _LARGEST:
+                raise ValueError(f"step parameter {name} is {value!r:.40}, it must be a finite number of float32")
 
     def pack(self) -> bytes:
         """The bytes of the device buffer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..engine.compute_engine import ComputeEngine
 from ..engine.tensor import Tensor
+from .hyperparameters import check_not_negative
 from .layer import Layer
 from .parameter import Parameter
 
@@ -21,6 +22,7 @@ class RMSNorm(Layer):
 
     def __init__(self, engine: ComputeEngine, dim: int, *, eps: float = 1e-5, seed: int | None = 0) -> None:
         super().__init__(engine)
+        check_not_negative("eps", eps)
         self.eps = eps
         self.weight = Parameter(engine, (dim,), "ones")
         self.initialize(seed)

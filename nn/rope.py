@@ -18,9 +18,14 @@ KINDS = ("linear", "ntk", "dynamic", "yarn")
 
 
 def inverse_frequencies(head_dim: int, base: float = 1e4) -> np.ndarray:
-    """base^(-2i/head_dim) for i in 0..head_dim/2-1, float64. Raises ValueError for an odd head_dim."""
+    """base^(-2i/head_dim) for i in 0..head_dim/2-1, float64.
+
+    Raises ValueError for an odd head_dim, or a base that is not positive and finite.
+    """
     if head_dim % 2:
         raise ValueError(f"RoPE rotates pairs: head_dim {head_dim} is odd")
+    if not 0 < base < math.inf:
+        raise ValueError(f"RoPE base {base}: it must be positive and finite")
     return float(base) ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
 
@@ -47,8 +52,8 @@ def yarn_attention_factor(factor: float, attention_factor: float | None = None) 
 class RopeScaling:
     """How positions beyond the original length are handled.
 
-    kind: linear (positions divided by factor), ntk, dynamic or yarn. Raises ValueError for anything else, or a factor
-    below 1.
+    kind: linear (positions divided by factor), ntk, dynamic or yarn. Raises ValueError for anything else, a factor
+    below 1, or numbers that are not finite and positive.
     """
 
     kind: str
@@ -61,8 +66,12 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"unknown RoPE scaling {self.kind!r}: use one of {', '.join(KINDS)}")
-        if not self.factor >= 1:
-            raise ValueError(f"RoPE scaling factor {self.factor}: it must be at least 1")
+        if not 1 <= self.factor < math.inf:
+            raise ValueError(f"RoPE scaling factor {self.factor}: it must be at least 1, and finite")
+        for name in ("attention_factor", "beta_fast", "beta_slow"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"RoPE scaling {name} {value}: it must be positive and finite")
         if self.kind in ("dynamic", "yarn") and self.original_seq_len < 1:
             raise ValueError(f"RoPE scaling {self.kind!r} needs original_seq_len")
 

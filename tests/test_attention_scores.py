@@ -261,7 +261,8 @@ def test_misuse_is_refused(cpu: CpuEngine) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             cpu.attention(q, q, q, **more)
-    with pytest.raises(ValueError, match="must be positive"):
-        softcap(0.0)
+    for limit in (0.0, np.inf, np.nan):
+        with pytest.raises(ValueError, match=f"the limit is {limit}, it must be positive and finite"):
+            softcap(limit)
     with pytest.raises(ValueError, match="does not belong"):
         cpu.attention_sinks_backward(q, q, cpu.tensor(np.zeros((1, 2, 5))), two, two)

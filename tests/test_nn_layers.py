@@ -9,7 +9,7 @@ import pytest
 from layer_checks import check_layer, numeric_gradient, places_of, randomize
 
 from vkfold.engine.cpu_engine import CpuEngine
-from vkfold.engine.errors import MissingActivationError
+from vkfold.engine.errors import BadInputError, MissingActivationError
 from vkfold.engine.step_parameters import StepParameters
 from vkfold.nn import (
     Attention,
@@ -116,6 +116,20 @@ def test_rope_frequencies_and_scaling() -> None:
     for bad in ({"kind": "x", "factor": 2}, {"kind": "ntk", "factor": 0.5}, {"kind": "yarn", "factor": 2}):
         with pytest.raises(ValueError):
             RopeScaling(**bad)
+    yarn = {"kind": "yarn", "factor": 2, "original_seq_len": 8}
+    for nonsense in (np.nan, np.inf, -1.0):
+        for name in ("factor", "attention_factor", "beta_fast", "beta_slow"):
+            with pytest.raises(ValueError, match=f"{name} {nonsense}: it must be"):
+                RopeScaling(**{**yarn, name: nonsense})
+        with pytest.raises(ValueError, match=f"RoPE base {nonsense}: it must be positive and finite"):
+            inverse_frequencies(8, nonsense)
+
+
+@pytest.mark.parametrize("layer", [RMSNorm, LayerNorm])
+@pytest.mark.parametrize("eps", [np.nan, np.inf, -1e-5])
+def test_a_norm_refuses_an_eps_when_it_is_made(cpu: CpuEngine, layer: type[RMSNorm | LayerNorm], eps: float) -> None:
+    with pytest.raises(BadInputError, match="eps is"):
+        layer(cpu, 8, eps=eps)
 
 
 def test_dynamic_rope_follows_the_length(oracle: CpuEngine) -> None:

@@ -16,6 +16,7 @@ from vkfold.engine.fold import FoldSpec
 from vkfold.engine.op import OPS
 from vkfold.engine.plan_engine import PlanEngine
 from vkfold.engine.setting_checks import check_settings
+from vkfold.engine.step_parameters import StepParameters
 from vkfold.engine.vulkan_engine import VulkanEngine
 
 A, B = variables("a b")
@@ -30,6 +31,17 @@ def attend_qkv(engine: ComputeEngine, **settings: Any) -> object:
     return engine.attention_qkv(engine.zeros((1, 4, 48)), **{"num_heads": 2, "num_kv_heads": 2, **settings})
 
 
+def attend_backward(engine: ComputeEngine, **settings: Any) -> object:
+    q = engine.zeros((1, 4, 2, 8))
+    return engine.attention_backward(q, q, q, q, q, engine.zeros((1, 2, 4)), **settings)
+
+
+def attend_qkv_backward(engine: ComputeEngine, **settings: Any) -> object:
+    o, qkv = engine.zeros((1, 4, 16)), engine.zeros((1, 4, 48))
+    settings = {"num_heads": 2, "num_kv_heads": 2, **settings}
+    return engine.attention_qkv_backward(o, qkv, o, engine.zeros((1, 2, 4)), **settings)
+
+
 def square(engine: ComputeEngine, **settings: Any) -> object:
     x = engine.zeros((8, 8))
     return engine.matmul(x, x, **settings)
@@ -37,6 +49,10 @@ def square(engine: ComputeEngine, **settings: Any) -> object:
 
 def norm(engine: ComputeEngine, **settings: Any) -> object:
     return engine.rms_norm(engine.zeros((3, 8)), engine.zeros((8,)), **settings)
+
+
+def layer_norm(engine: ComputeEngine, **settings: Any) -> object:
+    return engine.layer_norm(engine.zeros((3, 8)), engine.zeros((8,)), engine.zeros((8,)), **settings)
 
 
 def drop(engine: ComputeEngine, **settings: Any) -> object:
@@ -81,6 +97,22 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], type[Exception], str]] 
     (drop, {"p": "0.5"}, TypeError, "dropout: p is '0.5'"),
     (norm, {"eps": "a"}, TypeError, "rms_norm: eps is 'a' of type str, needed is a number"),
     (norm, {"eps": 1e39}, ValueError, r"rms_norm: eps is 1e\+39, which does not fit float32"),
+    *[
+        (call, {"scale": value}, ValueError, rf"{op}: scale is {value}, it must be finite")
+        for value in (np.nan, np.inf, -np.inf)
+        for call, op in (
+            (attend, "attention"),
+            (attend_qkv, "attention_qkv"),
+            (attend_backward, "attention_backward"),
+            (attend_qkv_backward, "attention_qkv_backward"),
+        )
+    ],
+    *[
+        (call, {"eps": value}, ValueError, f"eps is {value}, it must be finite and not negative")
+        for value in (np.nan, np.inf, -1e-6)
+        for call in (norm, layer_norm)
+    ],
+    *[(drop, {"p": value}, ValueError, f"p is {value}, it must be at least 0") for value in (np.nan, 1.0, -0.1)],
     (norm, {"eps": 10**400}, ValueError, "rms_norm: eps is 1000.*does not fit float32"),
     (square, {"trans_b": "no"}, TypeError, "matmul: trans_b is 'no' of type str, needed is True or False"),
     (square, {"trans_a": 2}, TypeError, "matmul: trans_a is 2"),
@@ -127,6 +159,25 @@ def test_a_wrong_setting_is_named(
 ) -> None:
     with pytest.raises(kind, match=message):
         call(engine, **settings)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "name", ["learning_rate", "loss_scale", "bias_correction1", "bias_correction2", "square_weight"]
+)
+def test_step_parameters_are_finite(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"step parameter {name} is {value}, it must be a finite"):
+        StepParameters(**{name: value})
+
+
+def test_a_number_that_is_not_finite_is_arithmetic_where_the_op_is(engine: ComputeEngine) -> None:
+    """What a factor or a value to fill with does is told by arithmetic; only settings with a meaning are refused."""
+    x = engine.tensor(np.ones(3))
+    made = [engine.scale(x, np.inf), engine.affine(x, np.nan, 1.0), engine.divide_by(x, 0.0)]
+    engine.fill_(x, np.nan)
+    if engine.computes:
+        assert [float(t.numpy()[0]) for t in made] == pytest.approx([np.inf, np.nan, np.inf], nan_ok=True)
+        assert np.isnan(x.numpy()).all()
 
 
 def test_a_float_is_refused_where_the_whole_number_was_seen_before(engine: ComputeEngine) -> None:

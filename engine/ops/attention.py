@@ -153,8 +153,8 @@ def attention(
     `document_ranges` (engine/attention_scores.py); a query sees keys of its own document only. sinks: [H], one score a
     head that takes part in the softmax without a value (Xiao et al. 2024); their gradient: `attention_sinks_backward`.
     score: an expression that replaces scale * q.k, as `alibi()` or `softcap(30.0)`, with head_values [H] for what it
-    calls HEAD (engine/attention_scores.py). scale: 1/sqrt(D) unless given. Blocks of keys that no row of a tile may see
-    by causal, window, key_lengths or documents are not visited; those that an expression makes -inf are.
+    calls HEAD (engine/attention_scores.py). scale: finite, 1/sqrt(D) unless given. Blocks of keys that no row of a tile
+    may see by causal, window, key_lengths or documents are not visited; those that an expression makes -inf are.
     Returns o [b, s, H, D] and lse [b, H, s], the log-sum-exp of each row's scores. A row that sees nothing: 0 and -inf.
     Raises ValueError for shapes or types that do not fit.
     """

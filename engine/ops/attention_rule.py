@@ -21,7 +21,7 @@ from ..setting_checks import is_whole
 from ..tensor import Tensor, TensorSpec
 from .block_fold_launch import MAX_HEAD_DIM, MAX_HEADS, MAX_POSITIONS
 
-SETTING_TYPES = {"causal": "bool", "window": "int", "scale": "float"}  # as annotations of a shape rule
+SETTING_TYPES = {"causal": "bool", "window": "int", "scale": "finite"}  # as annotations of a shape rule
 
 
 class Mask(NamedTuple):

@@ -7,6 +7,7 @@ mean takes out what rounding did, so the mean is right to half a unit in its las
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -111,8 +112,8 @@ class LayerNormOp(RowFoldOp):
 
     def outputs(self, x: TensorSpec, weight: TensorSpec, bias: TensorSpec, *, eps: float) -> Sequence[TensorSpec]:
         _check(self.name, x, weight=weight, bias=bias)
-        if not eps >= 0:
-            raise ValueError(f"layer_norm: eps must be 0 or more, not {eps}")
+        if not 0 <= eps < math.inf:
+            raise ValueError(f"layer_norm: eps is {eps}, it must be finite and not negative")
         return x, TensorSpec(x.shape[:-1]), TensorSpec(x.shape[:-1])
 
     def flops(self, x: TensorSpec, weight: TensorSpec, bias: TensorSpec, *, eps: float) -> int:

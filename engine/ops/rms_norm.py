@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -69,8 +70,8 @@ class RmsNormOp(RowFoldOp):
     def outputs(self, x: TensorSpec, weight: TensorSpec, *, eps: float) -> Sequence[TensorSpec]:
         _, cols = rows_and_columns(self.name, "x", x, loops=2)
         check_spec(self.name, "weight", weight, (cols,))
-        if not eps >= 0:
-            raise ValueError(f"rms_norm: eps must be 0 or more, not {eps}")
+        if not 0 <= eps < math.inf:
+            raise ValueError(f"rms_norm: eps is {eps}, it must be finite and not negative")
         return x, TensorSpec(x.shape[:-1])
 
     def flops(self, x: TensorSpec, weight: TensorSpec, *, eps: float) -> int:
