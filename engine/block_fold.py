@@ -77,7 +77,7 @@ class SeenRows:
 
     shader: a file of shaders/ with `int seen_limit(uint batch)`, worked out once, and `ivec2 seen_of_row(int row,
     int limit, uint batch)` and `seen_of_rows(int first, int past, ...)`: first row seen and one past the last. tensors:
-    names of int32 tensors that it reads as `args.p_NAME`; it may use the lower 28 bits of `args.flags`. defines: names
+    names of int32 tensors that it reads as `args.p_NAME`; it may use the lower 27 bits of `args.flags`. defines: names
     that are set for it.
     """
 

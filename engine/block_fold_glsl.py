@@ -19,12 +19,11 @@ from .register_loops import Braces, Lines, as_loops, loop, written_out
 LOOPS = ("unrolled", "rolled", "written")  # by the driver; not at all: registers lie in memory; in the text
 BLOCK_ROWS = 2  # streamed rows in one block: part of the accumulation order; few, so that its code stays small
 OPTIONAL_SHIFT = 28  # of `flags`: bits that say which optional numbers are given
+FOLD_ONCE = 1 << 27  # of `flags`: a tile is not folded again where its sums are not finite
 
 
 class Tile(NamedTuple):
-    """How a kernel cuts its work. No choice but `spread`, which the device gives, changes a bit of finite results.
-
-    A streamed row that is not finite makes NaN of every held row whose tile visits it, seen or not: 0 * NaN is added.
+    """How a kernel cuts its work. No choice but `spread`, which the device gives, changes a bit.
 
     spread: lanes that share rows. rows: held rows a lane. loops: one of LOOPS. words: for lavapipe: rows are read two
     neighbours at a time, where lanes hold such, and fetched into caches ahead.
@@ -57,6 +56,7 @@ def block_fold_kernel(
         "SPREAD": tile.spread,
         "BLOCK": BLOCK_ROWS,
         "ROWS": tile.rows,
+        "FOLD_ONCE": f"{FOLD_ONCE}u",
         "ROLLED": int(tile.loops != "unrolled"),
         "WRITTEN": int(tile.loops == "written"),
         "PAIRS": int(pairs),
@@ -97,13 +97,14 @@ def block_fold_glsl(fold: BlockFold, continues: bool = False, written: tuple[int
         includes = ("exp.glsl", *includes)
     mask = "see_all.glsl" if fold.seen is None else fold.seen.shader
     text = "".join(read_shader(name) for name in (*includes, "block_fold.glsl", mask))
+    again = as_loops(_Writer(fold, continues, alone=True).again(), "    ") if fold.sums else ""
     if written is None:
-        return text + "\nvoid main() {\n" + as_loops(writer.main(), "    ") + "}\n"
+        return text + "\nvoid main() {\n" + as_loops(writer.main(), "    ") + again + "}\n"
     head_dim, tile = written
     width = 2 if reads_pairs(head_dim, tile.spread) else 1
     vectors = -(-head_dim // (width * tile.spread)) * width
     sizes = {"ROWS": tile.rows, "BLOCK": BLOCK_ROWS, "SPREAD": tile.spread, "VECS": vectors, "TOUCHES": 0}
-    return text + "\nvoid main() {\n" + written_out(writer.main(), sizes) + "}\n"
+    return text + "\nvoid main() {\n" + written_out(writer.main(), sizes) + again + "}\n"
 
 
 def _load_row(target: str, first: str, name: str) -> Lines:
@@ -111,18 +112,14 @@ def _load_row(target: str, first: str, name: str) -> Lines:
     return loop("c", "VECS", [f"LOAD({target}, {first} + c, args.p_{name}, at_{name}, c)"])
 
 
-def _add_lanes(name: str) -> Lines:
-    """Lane i gets the sum over the lanes of name[i], in name[0]: each step adds halves of lanes and halves the rows."""
-    steps: Lines = []
-    for half in (4, 2, 1):
-        step = loop("i", str(half), [f"ADD_HALVES({name}, i, {half})"])
-        steps += ["#if SPREAD == 8", *step, "#endif"] if half == 4 else step
-    return steps
-
-
 class _Writer:
-    def __init__(self, fold: BlockFold, continues: bool) -> None:
-        self.fold, self.continues = fold, continues
+    """Prints the fold of a tile; or, `alone`, of one row of it that all SPREAD lanes share, to which is added what it
+    sees and nothing else."""
+
+    def __init__(self, fold: BlockFold, continues: bool, alone: bool = False) -> None:
+        self.fold, self.continues, self.alone = fold, continues, alone
+        self.rows, self.at_once = ("1", "1") if alone else ("ROWS", "SPREAD")
+        self.held_row, self.tile_row = ("chosen", "chosen") if alone else ("HELD_ROW(r)", "TILE_ROW(r, i)")
         states, sums = fold.walk.states, fold.sums
         if continues and not fold.can_continue:
             raise ValueError(
@@ -155,8 +152,8 @@ class _Writer:
         """GLSL of what expressions may have in them, by name."""
         fold = self.fold
         places = {
-            "held": "float(HELD_ROW(r))",
-            "held_end": "float(HELD_OFFSET + int(HELD_ROW(r)))",
+            "held": f"float({self.held_row})",
+            "held_end": f"float(HELD_OFFSET + int({self.held_row}))",
             "streamed": "float(block + int(j))",
             "streamed_end": "float(block + int(j) - HELD_OFFSET)",
         }
@@ -187,18 +184,44 @@ class _Writer:
             f"const uint batch = group_index() / tiles / {self.many['held']};",
             f"const uint held_head = group_index() / tiles % {self.many['held']};",
             "const int limit = seen_limit(batch);",
+            "const int first = int(tile * tile_rows), past = min(first + int(tile_rows), int(args.num_held));",
+            "const ivec2 visited = seen_of_rows(first, past, limit, batch);",
+            "const int begin = visited.x / BLOCK * BLOCK, end = visited.y;",
+            "const int my_row = int(lane % BLOCK);",
         ]
+        if not self.fold.sums:
+            return [*lines, *self._whole()]
+        return [*lines, "bool again = false;", Braces(self._whole())]
+
+    def again(self) -> Lines:
+        """The tile folded once more where sums are not finite: each row in a turn of its own."""
+        chosen = "const uint chosen = TILE_ROW(turn / SPREAD, turn % SPREAD);"
+        return [Braces([chosen, *self._whole()], head="for (uint turn = 0u; again && turn < ROWS * SPREAD; turn++)")]
+
+    def _whole(self) -> Lines:
+        """From what is read of held rows to what is written of them."""
         if self.fold.shared == "streamed":
-            lines += ["const uint streamed_head = held_head / GROUP;", *self._head_numbers("held_head")]
-            return lines + self._begin() + self._walk() + self._finish()
+            lines = ["const uint streamed_head = held_head / GROUP;", *self._head_numbers("held_head")]
+            return [*lines, *self._begin(), *self._walk(), *self._finish()]
         members = "for (uint member = 0; member < args.members >> 16; member++)"
         member = "const uint streamed_head = held_head * GROUP + (args.members & 0xFFFFu) + member;"
-        return [
-            *lines,
-            *self._begin(),
-            Braces([member, *self._head_numbers("streamed_head"), *self._walk()], head=members),
-            *self._finish(),
-        ]
+        walk = Braces([member, *self._head_numbers("streamed_head"), *self._walk()], head=members)
+        return [*self._begin(), walk, *self._finish()]
+
+    def _of_row(self, value: str) -> str:
+        """What belongs to held row i, from the lane that has it."""
+        return value if self.alone else f"FROM_LANE({value}, i)"
+
+    def _add_lanes(self, name: str) -> Lines:
+        """Lane i gets the sum over the lanes of name[i], in name[0]: each step adds halves of lanes and halves the
+        rows. Of a row alone every lane gets the sum, to the same bits."""
+        steps: Lines = []
+        for half in (4, 2, 1):
+            step: Lines = [f"{name}[0] += subgroupShuffleXor({name}[0], {half});"]
+            if not self.alone:
+                step = loop("i", str(half), [f"ADD_HALVES({name}, i, {half})"])
+            steps += ["#if SPREAD == 8", *step, "#endif"] if half == 4 else step
+        return steps
 
     def _assign(self, kind: str, roots: Mapping[str, Expr], more: Mapping[str, str] | None = None) -> list[str]:
         """Statements that assign values, declared first when a type is given."""
@@ -230,13 +253,13 @@ class _Writer:
     def _begin(self) -> Lines:
         """What a lane holds before the first block, and which blocks there are."""
         fold = self.fold
-        registers = [f"h_{name}[ROWS * SPREAD * VECS]" for name in self.held]
-        registers += [f"a_{one.name}[ROWS * SPREAD * VECS]" for one in fold.sums]
-        registers += [f"s_{state.name}[ROWS]" for state in fold.walk.states]
-        registers += [f"n_{name}[ROWS]" for name in (*fold.of_kind("held"), *fold.dots)]
+        registers = [f"h_{name}[{self.rows} * {self.at_once} * VECS]" for name in self.held]
+        registers += [f"a_{one.name}[{self.rows} * {self.at_once} * VECS]" for one in fold.sums]
+        registers += [f"s_{state.name}[{self.rows}]" for state in fold.walk.states]
+        registers += [f"n_{name}[{self.rows}]" for name in (*fold.of_kind("held"), *fold.dots)]
         dotted = dict.fromkeys(name for pair in fold.dots.values() for name in pair if name not in self.held)
         outputs = list(fold.rows) if self.continues else []
-        load: Lines = ["const uint row = min(TILE_ROW(r, i), args.num_held - 1u);"]
+        load: Lines = [f"const uint row = min({self.tile_row}, args.num_held - 1u);"]
         load += self._row_begins([*self.held, *dotted, *outputs], "held", "row")
         for name in self.held:
             load += _load_row(f"h_{name}", "(r * SPREAD + i) * VECS", name)
@@ -248,17 +271,17 @@ class _Writer:
         else:
             clear = [f"a_{one.name}[(r * SPREAD + i) * VECS + c] = 0.0;" for one in fold.sums]
             load += loop("c", "VECS", clear) if clear else []
-        body: Lines = [f"float dot_{name}[SPREAD];" for name in fold.dots]
+        body: Lines = [f"float dot_{name}[{self.at_once}];" for name in fold.dots]
         for name, pair in fold.dots.items():
             a, b = (f"h_{one}[{'(r * SPREAD + i) * VECS + ' * (one in self.held)}c]" for one in pair)
             load.append(f"dot_{name}[i] = 0.0;")
             load += loop("c", "VECS", [f"dot_{name}[i] = fma({a}, {b}, dot_{name}[i]);"])
-        body += loop("i", "SPREAD", load)
+        body += loop("i", self.at_once, load)
         for name in fold.dots:
-            body += [*_add_lanes(f"dot_{name}"), f"n_{name}[r] = dot_{name}[0];"]
+            body += [*self._add_lanes(f"dot_{name}"), f"n_{name}[r] = dot_{name}[0];"]
         body += [
-            "const uint real = min(HELD_ROW(r), args.num_held - 1u);",
-            "const ivec2 range = seen_of_row(int(HELD_ROW(r)), limit, batch);",
+            f"const uint real = min({self.held_row}, args.num_held - 1u);",
+            f"const ivec2 range = seen_of_row(int({self.held_row}), limit, batch);",
             "low[r] = range.x;",
             "count[r] = max(range.y - range.x, 0);",
         ]
@@ -271,33 +294,29 @@ class _Writer:
             body += [*self._assign("bool", {"unseen": self.unseen_of_row}), "if (unseen) count[r] = 0;"]
         return [
             *([f"float {', '.join(registers)};"] if registers else []),
-            "int low[ROWS], count[ROWS];",
-            *loop("r", "ROWS", body),
-            "const int first = int(tile * tile_rows), past = min(first + int(tile_rows), int(args.num_held));",
-            "const ivec2 visited = seen_of_rows(first, past, limit, batch);",
-            "const int begin = visited.x / BLOCK * BLOCK, end = visited.y;",
-            "const int my_row = int(lane % BLOCK);",
-            "uint touched = 0u;",
+            f"int low[{self.rows}], count[{self.rows}];",
+            *loop("r", self.rows, body),
+            *["uint touched = 0u;"] * (not self.alone),
         ]
 
     def _walk(self) -> Lines:
         """The loop over blocks: products, what becomes of them, sums of rows."""
         fold = self.fold
         streamed = list(dict.fromkeys((*self.multiplied, *self.summed)))
-        body = ["#if TOUCHES", *loop("t", "TOUCHES", self._touch(streamed)), "#endif"]
+        body = [] if self.alone else ["#if TOUCHES", *loop("t", "TOUCHES", self._touch(streamed)), "#endif"]
         if fold.of_kind("streamed"):
             body.append("const uint mine = uint(clamp(block + my_row, visited.x, end - 1));")
         for name in fold.of_kind("streamed"):
             body += self._load("float", f"my_{name}", name, self._value_place("streamed", "mine"))
-        registers = [f"x_{name}[ROWS * BLOCK]" for name in fold.products]
+        registers = [f"x_{name}[{self.rows} * BLOCK]" for name in fold.products]
         registers += [f"c_{name}[BLOCK * VECS]" for name in self.summed]
         body.append(f"float {', '.join(registers)};")
-        body += loop("j", "BLOCK", [*self._load_streamed(self.multiplied), *loop("r", "ROWS", self._multiply())])
+        body += loop("j", "BLOCK", [*self._load_streamed(self.multiplied), *loop("r", self.rows, self._multiply())])
         body += self._pairs()
         late = [name for name in self.summed if name not in self.multiplied]
         body += loop("j", "BLOCK", self._load_streamed(late)) if late else []
         if fold.sums:
-            body += loop("r", "ROWS", loop("i", "SPREAD", self._add()))
+            body += loop("r", self.rows, loop("i", self.at_once, self._add()))
         return [Braces(body, head="for (int block = begin; block < end; block += BLOCK)")]
 
     def _touch(self, names: list[str]) -> list[str]:
@@ -331,23 +350,24 @@ class _Writer:
             held = f"h_{a}[(r * SPREAD + i) * VECS + {{}}]"
             first = f"dot[i] = {held.format(0)} * c_{b}[{self._of_block(b, '0')}];"
             more = f"dot[i] = fma({held.format('c')}, c_{b}[{self._of_block(b, 'c')}], dot[i]);"
-            chain = [*loop("i", "SPREAD", [first]), *loop("c", "VECS", loop("i", "SPREAD", [more]), begin=1)]
+            chain = [*loop("i", self.at_once, [first]), *loop("c", "VECS", loop("i", self.at_once, [more]), begin=1)]
             result = f"x_{name}[r * BLOCK + j] = dot[0];"
-            lines.append(Braces(["float dot[SPREAD];", *chain, *_add_lanes("dot"), result]))
+            lines.append(Braces([f"float dot[{self.at_once}];", *chain, *self._add_lanes("dot"), result]))
         return lines
 
     def _add(self) -> Lines:
         """Streamed rows times weights into the sums of held row i, whose weights lie in lane i."""
         sums = self.fold.sums
         factors = dict.fromkeys(self.factors[one.factor] for one in sums if one.factor is not None)
-        lines: Lines = [f"const float of_{name} = FROM_LANE({name}[r], i);" for name in factors]
+        lines: Lines = [f"const float of_{name} = {self._of_row(f'{name}[r]')};" for name in factors]
         weights = dict.fromkeys(self.weights[one.weight] for one in sums)
         lines.append(f"float {', '.join(f'of_{name}[BLOCK]' for name in weights)};")
-        lines += loop("j", "BLOCK", [f"of_{name}[j] = FROM_LANE({name}[r * BLOCK + j], i);" for name in weights])
+        lines += loop("j", "BLOCK", [f"of_{name}[j] = {self._of_row(f'{name}[r * BLOCK + j]')};" for name in weights])
         for one in sums:
             so_far = f"a_{one.name}[(r * SPREAD + i) * VECS + c]"
             times = "" if one.factor is None else f" * of_{self.factors[one.factor]}"
-            add = f"sum = fma(of_{self.weights[one.weight]}[j], c_{one.of}[j * VECS + c], sum);"
+            add = f"fma(of_{self.weights[one.weight]}[j], c_{one.of}[j * VECS + c], sum)"
+            add = f"sum = sees[j] ? {add} : sum;" if self.alone else f"sum = {add};"
             each = [f"float sum = {so_far}{times};", *loop("j", "BLOCK", [add]), f"{so_far} = sum;"]
             lines += loop("c", "VECS", each)
         return lines
@@ -355,13 +375,15 @@ class _Writer:
     def _pairs(self) -> Lines:
         """From the products of a block to its weights and to the states with it in them."""
         fold = self.fold
-        registers = [f"{name}[ROWS * BLOCK]" for name in (*self.tops, *self.weights.values())]
-        registers += [f"{name}[ROWS]" for name in self.factors.values()]
+        registers = [f"{name}[{self.rows} * BLOCK]" for name in (*self.tops, *self.weights.values())]
+        registers += [f"{name}[{self.rows}]" for name in self.factors.values()]
         numbers = fold.of_kind("streamed")
         registers += [f"n_{name}[BLOCK]" for name in numbers]
         lines: Lines = [f"float {', '.join(registers)};"] if registers else []
+        lines += ["bool sees[BLOCK];"] * self.alone
         if numbers:
-            lines += loop("j", "BLOCK", [f"n_{name}[j] = FROM_LANE(my_{name}, j);" for name in numbers])
+            spread = "SHUFFLED" if self.alone else "FROM_LANE"
+            lines += loop("j", "BLOCK", [f"n_{name}[j] = {spread}(my_{name}, j);" for name in numbers])
         seen = ["const uint i = r * BLOCK + j;", "bool seen = uint(block + int(j) - low[r]) < uint(count[r]);"]
         if self.unseen_of_pair is not None:
             seen += [*self._assign("bool", {"unseen": self.unseen_of_pair}), "seen = seen && !unseen;"]
@@ -386,6 +408,7 @@ class _Writer:
             names = [f"p{i}" for i in range(len(roots))]
             each = [*seen, *self._assign("float", dict(zip(names, roots, strict=True)), new)]
             each += [f"w{i}[i] = seen ? {name} : 0.0;" for i, name in enumerate(names)]
+            each += ["sees[j] = seen;"] * self.alone
             each += [f"b_{state.name} += {self.weights[state.contribution]}[i];" for state in self.totals]
             body += loop("j", "BLOCK", each)
         for state in self.totals:
@@ -396,7 +419,7 @@ class _Writer:
             names_now = {**new, state.name: f"s_{state.name}[r]", "_block": f"b_{state.name}"}
             body += self._assign("", {f"s_{state.name}[r]": plus(so_far, variable("_block"))}, names_now)
         body += [f"s_{state.name}[r] = v_{state.name};" for state in self.maxima]
-        return lines + (loop("r", "ROWS", body) if body else [])
+        return lines + (loop("r", self.rows, body) if body else [])
 
     def _finish(self) -> Lines:
         """What is written of the held rows."""
@@ -406,14 +429,22 @@ class _Writer:
         for name, result in fold.walk.results.items():
             body += self._assign("float", {f"v_{name}": result}, known)
             known[name] = f"v_{name}"
-        values = []
+        values: list[str] = []
         for name, root in fold.values.items():
-            values += self._assign("", {f"args.p_{name}.v[{self._value_place('held', 'HELD_ROW(r)')}]": root}, known)
+            values += self._assign("", {f"args.p_{name}.v[{self._value_place('held', self.held_row)}]": root}, known)
         if values:
-            body.append(Braces(values, head="if (HELD_ROW(r) < args.num_held)"))
-        body += loop("i", "SPREAD", self._write_row(known)) if fold.rows else []
+            body.append(Braces(values, head=f"if ({self.held_row} < args.num_held)"))
+        body += loop("i", self.at_once, self._write_row(known)) if fold.rows else []
+        write = loop("r", self.rows, body)
+        if self.alone:
+            return write
         never = "if (touched == 1u && args.flags == 0xFFFFFFFFu) return;  // without it the loads would be left out"
-        return [never, *loop("r", "ROWS", body)]
+        if not fold.sums:
+            return [never, *write]
+        largest = [f"LARGEST(a_{one.name}[(r * SPREAD + i) * VECS + c])" for one in fold.sums]
+        test = loop("r", self.rows, loop("i", self.at_once, loop("c", "VECS", largest)))
+        ask = "again = (args.flags & FOLD_ONCE) == 0u && subgroupMax(top) >= 0x7F800000u;"
+        return [never, "uint top = 0u;", *test, ask, Braces(write, head="if (!again)")]
 
     def _write_row(self, known: Mapping[str, str]) -> Lines:
         """Row i, of which the lanes have its sums, and lane i its states and numbers."""
@@ -422,7 +453,7 @@ class _Writer:
         read = [name for name in fold.held if name in used and name not in self.held]
         everywhere = {*fold.scalars, *fold.of_kind("head")}
         of_lanes = {name: place for name, place in {**self.names, **known}.items() if name in used - everywhere}
-        lines = [f"const float of_{name} = FROM_LANE({place}, i);" for name, place in of_lanes.items()]
+        lines = [f"const float of_{name} = {self._of_row(place)};" for name, place in of_lanes.items()]
         elements = {name: f"of_{name}" for name in of_lanes}
         for name in fold.held:
             inside = name in self.held
@@ -433,6 +464,6 @@ class _Writer:
         each = []
         for name, root in fold.rows.items():
             each += self._assign("", {f"args.p_{name}.v[at_{name} + DIM(c)]": root}, elements)
-        begins = ["const uint row = TILE_ROW(r, i);", *self._row_begins([*read, *fold.rows], "held", "row")]
+        begins = [f"const uint row = {self.tile_row};", *self._row_begins([*read, *fold.rows], "held", "row")]
         write = loop("c", "VECS", [Braces(each, head="if (HAS_DIM(c))")])
-        return [*lines, Braces([*begins, *write], head="if (TILE_ROW(r, i) < args.num_held)")]
+        return [*lines, Braces([*begins, *write], head=f"if ({self.tile_row} < args.num_held)")]

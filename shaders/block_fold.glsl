@@ -25,11 +25,16 @@ vec2 load_pair(F32 p, uint i) { return uintBitsToFloat(unpackUint2x32(U64(uvec2(
 #define ADD_HALVES(a, i, half) { const bool low_half = (lane & half) == 0u; const float one = a[i], other = a[i + half]; \
         a[i] = (low_half ? one : other) + subgroupShuffleXor(low_half ? other : one, half); }
 // SwiftShader broadcasts faster than it shuffles, which takes a constant lane; lavapipe does not.
+#define SHUFFLED(x, i) subgroupShuffle(x, gl_SubgroupSize == SPREAD ? (i) : lane - my_lane + (i))
 #if WRITTEN
 #define FROM_LANE(x, i) subgroupBroadcast(x, i)
 #else
-#define FROM_LANE(x, i) subgroupShuffle(x, gl_SubgroupSize == SPREAD ? (i) : lane - my_lane + (i))
+#define FROM_LANE(x, i) SHUFFLED(x, i)
 #endif
+// A streamed row that some held rows see and others do not is added to all, to the others with weight 0, which makes NaN
+// of it where it is not finite. A tile with sums that are not finite is therefore not written but folded again, one row at
+// a time by all SPREAD lanes: then what a row does not see is left out. What is finite does not pay for that.
+#define LARGEST(x) top = max(top, floatBitsToUint(x) & 0x7FFFFFFFu);
 // Every block touches the cache lines of the block after the next, a lane a line. 0 TOUCHES: hardware hides the wait.
 #define LINE 16
 #define LINES ((HEAD_DIM + LINE - 1) / LINE)

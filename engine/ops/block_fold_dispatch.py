@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
 
 from ..block_fold_call import BlockCall
-from ..block_fold_glsl import BLOCK_ROWS, Tile, block_fold_kernel
+from ..block_fold_glsl import BLOCK_ROWS, FOLD_ONCE, Tile, block_fold_kernel
 from ..kernel import Kernel
 from ..kernel_registry import is_available
 from ..tensor import Tensor
@@ -23,11 +23,22 @@ Pointer: TypeAlias = Union[Tensor, "tuple[Tensor, int]", int]  # as a dispatch t
 kernel_of = cache(block_fold_kernel)
 
 
+def _rounds(call: BlockCall) -> int:
+    """Of a kernel's loop over the rows of one streamed head."""
+    return -(-call.sizes.num_streamed // BLOCK_ROWS) + 1
+
+
 def heads_a_dispatch(call: BlockCall) -> int:
     """Streamed heads of a group that a held row folds in one dispatch: all, unless their loops would be longer than a
     driver runs."""
-    rounds = -(-call.sizes.num_streamed // BLOCK_ROWS) + 1
-    return max(1, min(call.group, MAX_ROUNDS // rounds))
+    return max(1, min(call.group, MAX_ROUNDS // _rounds(call)))
+
+
+def folds_again(driver: str, call: BlockCall, tile: Tile) -> bool:
+    """Whether a tile whose sums are not finite can be folded again, one row at a time: not where lavapipe would end the
+    loops before that is done. There, streamed rows that are not finite spoil the whole tile."""
+    turns = 1 + tile.rows * tile.spread
+    return driver != "llvmpipe" or turns * _rounds(call) * heads_a_dispatch(call) <= MAX_ROUNDS
 
 
 class BlockPlan(NamedTuple):
@@ -62,7 +73,8 @@ def plan_block_fold(gpu: Recorder, call: BlockCall, tile: Tile, *, continues: bo
     fold, sizes = call.fold, call.sizes
     tiles = -(-sizes.num_held // (gpu.subgroup_size * tile.rows))
     heads = call.many_heads | min(sizes.held_heads, sizes.streamed_heads) << 16
-    numbers = (sizes.num_held, sizes.num_streamed, heads, *call.strides, call.flags)
+    flags = call.flags | (0 if folds_again(gpu.device.driver_name, call, tile) else FOLD_ONCE)
+    numbers = (sizes.num_held, sizes.num_streamed, heads, *call.strides, flags)
     step = heads_a_dispatch(call)
     kernels = []
     for first in range(0, call.group, step):
