@@ -15,6 +15,7 @@ from .matmul_variants import (
     estimate,
     least_estimate,
     rounded_choices,
+    rounded_variants,
     variants,
 )
 from .variant_cache import TuningTable
@@ -62,20 +63,21 @@ class MatmulChooser(VariantChooser[Choice]):
         return _kernel_hash()
 
     def choose(self, product: Product, layout: str = "NN", precision: str = "float32") -> Choice:
-        """The variant for a product.
+        """The variant for a product; one that is forced is for products of its own precision.
 
         Raises BadInputError for a forced one that there is not, VkfoldError for a barred one.
         """
         key = tuning_key(product, layout)
-        name = self.forced() if precision == "float32" else ""
+        name = self.forced()
+        forced = self.named(name) if name else None
+        if forced is not None and forced.variant.precision == precision:
+            return self.note(key, self.forced_choice(forced))
         if precision != "float32":
             choices = rounded_choices(self.device, precision, product)
             usable = [choice for choice in choices if choice.barred_as not in self.table.barred]
             if not usable:
                 raise VkfoldError(f"matmul in {precision} is barred on this device: {self.table.barred}")
             return self.note(f"{key} {precision}", Selection(usable[0], f"{precision} was asked for"))
-        if name:
-            return self.note(key, self.forced_choice(self.named(name)))
         return self.note(key, select_for(self.device, product, key, self.table, uses_tuning()))
 
     def check_name(self, op: str, name: str) -> None:
@@ -84,13 +86,14 @@ class MatmulChooser(VariantChooser[Choice]):
     def named(self, name: str) -> Choice:
         """The choice with this name.
 
-        Raises BadInputError, listing what there is, for one that does not exist, and for a tile that is too large here.
+        Raises BadInputError, listing what there is, for one that does not exist; and for one that cannot run here.
         """
-        family = dict.fromkeys((*variants(self.device), *all_variants(self.device.subgroup_size)))
+        size = self.device.subgroup_size
+        family = dict.fromkeys((*variants(self.device), *all_variants(size), *rounded_variants(size)))
         choices = {c.name: c for v in family for c in (Choice(v), Choice(v, True))}
         if name not in choices:
             raise BadInputError(f"no matmul variant {name!r}: this device has {', '.join(v.name for v in family)}")
         lacks = choices[name].variant.lacks(self.device)
         if lacks:
-            raise BadInputError(f"matmul variant {name!r} {lacks}: force a smaller tile")
+            raise BadInputError(f"matmul variant {name!r} {lacks}: force another")
         return choices[name]

@@ -102,9 +102,12 @@ class Variant(NamedTuple):
         return WorkgroupTile(self.tm, self.tn, self.unroll, self.matrix)
 
     def lacks(self, device: Capabilities) -> str:
-        """What the tile needs and a workgroup of the device does not have, in words; "" when it fits."""
+        """What the tile of a workgroup needs and the device does not have, in words; "" when it fits."""
         if not self.whole_workgroup:
             return ""
+        if self.matrix is not None and self.matrix not in device.matrices:
+            precision, *shape = self.matrix
+            return f"needs cooperative matrices of {precision}, {' x '.join(map(str, shape))}, which the device lacks"
         tile = self.workgroup_tile
         if tile.invocations > device.invocations:
             return f"needs {tile.invocations} invocations a workgroup, the device allows {device.invocations}"
@@ -187,7 +190,7 @@ _SWIFTSHADER = tuple(
 )
 _SHARED = tuple(Variant("shared", *tile) for tile in ((128, 128, 8), (128, 64, 8), (64, 64, 16)))
 _EMULATED = Variant("shared", 64, 64, 8)  # the tile that any device can hold
-_MATRIX_TILES = ((128, 128, 16), (128, 64, 16), (64, 64, 16))
+_MATRIX_TILES = ((128, 128, 32), (128, 64, 16), (64, 64, 16))
 _GPU = (
     *_SHARED,
     *(

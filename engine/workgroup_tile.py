@@ -7,7 +7,6 @@ from typing import NamedTuple
 from .physical_device import MatrixShape
 
 _ROWS = 8  # of the sums that an invocation holds, without cooperative matrices
-_PADDING = 8  # elements behind a row in shared memory: rows start in different banks, and on 16 bytes
 _SUMS = 64  # an invocation, in a workgroup of more than the least
 _LEAST_INVOCATIONS = 128
 
@@ -24,6 +23,11 @@ class WorkgroupTile(NamedTuple):
     def invocations(self) -> int:
         """Of the workgroup: 32 or 64 sums each."""
         return max(_LEAST_INVOCATIONS, self.tm * self.tn // _SUMS)
+
+    @property
+    def padding(self) -> int:
+        """Elements behind a row in shared memory: 16 bytes, so that rows start in different banks and on 16 bytes."""
+        return 4 if self.matrix is None else 8
 
     @property
     def sums(self) -> int:
@@ -49,7 +53,7 @@ class WorkgroupTile(NamedTuple):
 
     def shared_bytes(self, subgroup_size: int) -> int:
         """Of shared memory: both operands twice, and with matrices one fragment of sums for each subgroup."""
-        staged = 2 * self.depth * (self.tm + self.tn + 2 * _PADDING)
+        staged = 2 * self.depth * (self.tm + self.tn + 2 * self.padding)
         if self.matrix is None:
             return 4 * staged
         return 2 * staged + 4 * self.invocations // subgroup_size * self.matrix.m * self.matrix.n
@@ -70,7 +74,7 @@ class WorkgroupTile(NamedTuple):
             "TILE_M": f"{self.tm}u",
             "TILE_N": f"{self.tn}u",
             "DEPTH": f"{self.depth}u",
-            "PADDING": f"{_PADDING}u",
+            "PADDING": f"{self.padding}u",
             "INVOCATIONS": f"{self.invocations}u",
             "MATRIX": int(self.matrix is not None),
         }

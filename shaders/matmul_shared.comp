@@ -22,24 +22,30 @@ float round_to_bfloat(float x) { return uintBitsToFloat(bfloat_from_float(floatB
 #endif
 #define PITCH_A (TILE_M + PADDING) // of a row in shared memory
 #define PITCH_B (TILE_N + PADDING)
-#define SHARE_A (TILE_M * DEPTH / INVOCATIONS)
-#define SHARE_B (TILE_N * DEPTH / INVOCATIONS)
+// An invocation loads four neighbouring rows of A, or columns of B, at one k: of such quads so many
+#define SHARE_A (TILE_M * DEPTH / 4u / INVOCATIONS)
+#define SHARE_B (TILE_N * DEPTH / 4u / INVOCATIONS)
 
 #if MATRIX
-#define ELEMENT float16_t
+shared float16_t a_tiles[2u * DEPTH * PITCH_A], b_tiles[2u * DEPTH * PITCH_B];
 #if BFLOAT
-#define STAGED(value) unpackFloat2x16(bfloat_from_float(floatBitsToUint(value))).x
+uint shorter(float x) { return bfloat_from_float(floatBitsToUint(x)); }
 #else
-#define STAGED(value) unpackFloat2x16(half_from_float(floatBitsToUint(value))).x
+uint shorter(float x) { return half_from_float(floatBitsToUint(x)); }
 #endif
+f16vec4 staged(vec4 x) {
+    return f16vec4(unpackFloat2x16(shorter(x[0]) | shorter(x[1]) << 16), unpackFloat2x16(shorter(x[2]) | shorter(x[3]) << 16));
+}
+#define PUT(tiles, at, x) { \
+        const f16vec4 kept = staged(x); \
+        tiles[at] = kept[0]; tiles[(at) + 1u] = kept[1]; tiles[(at) + 2u] = kept[2]; tiles[(at) + 3u] = kept[3]; }
 shared float fragment_sums[WAVES * FRAGMENT_M * FRAGMENT_N]; // one fragment of each subgroup
 #else
-#define ELEMENT float
-#define STAGED(x) ROUND(x)
+shared vec4 a_tiles[2u * DEPTH * PITCH_A / 4u], b_tiles[2u * DEPTH * PITCH_B / 4u];
+vec4 staged(vec4 x) { return vec4(ROUND(x[0]), ROUND(x[1]), ROUND(x[2]), ROUND(x[3])); }
+#define PUT(tiles, at, x) tiles[(at) / 4u] = staged(x);
 #define LANES (TILE_N / COLUMNS) // invocations along the columns
 #endif
-
-shared ELEMENT a_tiles[2u * DEPTH * PITCH_A], b_tiles[2u * DEPTH * PITCH_B];
 
 void main() {
     const uint id = gl_LocalInvocationIndex;
@@ -51,30 +57,32 @@ void main() {
     // Neighbouring invocations load neighbouring elements, whichever way they lie.
     const bool a_by_k = args.a_k == 1u, b_by_k = args.b_k == 1u;
 
-    float a_next[SHARE_A], b_next[SHARE_B];
+    vec4 a_next[SHARE_A], b_next[SHARE_B];
 #define PLACE(by_k, i, size, k_of, other) \
         const uint e = id + (i) * INVOCATIONS; \
-        const uint k_of = by_k ? e % DEPTH : e / (size), other = by_k ? e / DEPTH : e % (size);
+        const uint k_of = by_k ? e % DEPTH : e / (size / 4u), other = 4u * (by_k ? e / DEPTH : e % (size / 4u));
+#define A_AT(r) args.a.v[a_start + min(row0 + row + r, args.m - 1u) * args.a_row + k * args.a_k]
+#define B_AT(r) args.b.v[b_start + min(col0 + column + r, args.n - 1u) * args.b_col + k * args.b_k]
 // Beyond k an operand pair counts as -0 * 0, which leaves any sum as it is; beyond m and n nothing is stored.
 #define FETCH_A(i, begin) { \
         PLACE(a_by_k, i, TILE_M, kk, row) \
         const uint k = min((begin) + kk, args.k - 1u); \
-        const float x = args.a.v[a_start + min(row0 + row, args.m - 1u) * args.a_row + k * args.a_k]; \
-        a_next[i] = (begin) + kk < args.k ? x : -0.0; }
+        const vec4 x = vec4(A_AT(0u), A_AT(1u), A_AT(2u), A_AT(3u)); \
+        a_next[i] = (begin) + kk < args.k ? x : vec4(-0.0); }
 #define FETCH_B(i, begin) { \
         PLACE(b_by_k, i, TILE_N, kk, column) \
         const uint k = min((begin) + kk, args.k - 1u); \
-        const float x = args.b.v[b_start + min(col0 + column, args.n - 1u) * args.b_col + k * args.b_k]; \
-        b_next[i] = (begin) + kk < args.k ? x : 0.0; }
+        const vec4 x = vec4(B_AT(0u), B_AT(1u), B_AT(2u), B_AT(3u)); \
+        b_next[i] = (begin) + kk < args.k ? x : vec4(0.0); }
 #define FETCH(begin) { \
         UNROLL for (uint i = 0; i < SHARE_A; ++i) FETCH_A(i, begin) \
         UNROLL for (uint i = 0; i < SHARE_B; ++i) FETCH_B(i, begin) }
 #define KEEP_A(i, side) { \
         PLACE(a_by_k, i, TILE_M, kk, row) \
-        a_tiles[((side) * DEPTH + kk) * PITCH_A + row] = STAGED(a_next[i]); }
+        PUT(a_tiles, ((side) * DEPTH + kk) * PITCH_A + row, a_next[i]) }
 #define KEEP_B(i, side) { \
         PLACE(b_by_k, i, TILE_N, kk, column) \
-        b_tiles[((side) * DEPTH + kk) * PITCH_B + column] = STAGED(b_next[i]); }
+        PUT(b_tiles, ((side) * DEPTH + kk) * PITCH_B + column, b_next[i]) }
 #define KEEP(side) { \
         UNROLL for (uint i = 0; i < SHARE_A; ++i) KEEP_A(i, side) \
         UNROLL for (uint i = 0; i < SHARE_B; ++i) KEEP_B(i, side) }
@@ -87,9 +95,9 @@ void main() {
     UNROLL for (uint i = 0; i < FRAGMENTS_M * FRAGMENTS_N; ++i)
         sums[i] = coopmat<float, gl_ScopeSubgroup, FRAGMENT_M, FRAGMENT_N, gl_MatrixUseAccumulator>(0.0);
 #else
-    const uint my_row = id / LANES * ROWS, my_col = id % LANES; // columns my_col + LANES j: no two in one bank
+    const uint my_row = id / LANES * ROWS, my_col = id % LANES * 4u; // four columns, and four more beyond all lanes'
 #define ROW_OF(i) (row0 + my_row + (i) / COLUMNS)
-#define COLUMN_OF(i) (col0 + my_col + (i) % COLUMNS * LANES)
+#define COLUMN_OF(i) (col0 + my_col + (i) % COLUMNS / 4u * (4u * LANES) + (i) % 4u)
     float sums[ROWS * COLUMNS];
     UNROLL for (uint i = 0; i < ROWS * COLUMNS; ++i) {
         sums[i] = 0.0;
@@ -123,10 +131,11 @@ void main() {
 #else
         for (uint kk = 0; kk < DEPTH; ++kk) {
             const uint a_at = (side * DEPTH + kk) * PITCH_A + my_row, b_at = (side * DEPTH + kk) * PITCH_B + my_col;
-            float a[ROWS], b[COLUMNS];
-            UNROLL for (uint i = 0; i < ROWS; ++i) a[i] = a_tiles[a_at + i];
-            UNROLL for (uint j = 0; j < COLUMNS; ++j) b[j] = b_tiles[b_at + j * LANES];
-            UNROLL for (uint i = 0; i < ROWS * COLUMNS; ++i) sums[i] = fma(a[i / COLUMNS], b[i % COLUMNS], sums[i]);
+            vec4 a[ROWS / 4], b[COLUMNS / 4];
+            UNROLL for (uint i = 0; i < ROWS / 4; ++i) a[i] = a_tiles[a_at / 4u + i];
+            UNROLL for (uint j = 0; j < COLUMNS / 4; ++j) b[j] = b_tiles[b_at / 4u + j * LANES];
+            UNROLL for (uint i = 0; i < ROWS * COLUMNS; ++i)
+                sums[i] = fma(a[i / COLUMNS / 4u][i / COLUMNS % 4u], b[i % COLUMNS / 4u][i % 4u], sums[i]);
         }
 #endif
         if (more) KEEP(1u - side)

@@ -163,6 +163,19 @@ def test_tiles_edges_and_epilogue(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+def test_tiles_have_equal_bits(engine: VulkanEngine, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    """Fragments go along k in the same order in all tiles."""
+    rng = np.random.default_rng(17)
+    a, b = (engine.tensor(rng.standard_normal(shape)) for shape in ((70, 100), (100, 67)))
+    results = []
+    for variant in (v for v in VARIANTS if v.precision == precision):
+        force(monkeypatch, variant)
+        MatmulChooser.of(engine.recorder).plans.clear()
+        results.append(engine.matmul(a, b, precision=precision).numpy().view(np.uint32))
+    assert len(results) == 3 and all(np.array_equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_what_is_not_a_number(engine: VulkanEngine, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     """Infinities, NaN and subnormals keep their kind when operands are rounded; ties go to even."""
     force(monkeypatch, next(v for v in VARIANTS if v.precision == precision))

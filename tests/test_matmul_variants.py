@@ -267,7 +267,7 @@ def test_matrices_are_used_where_reported_and_asked_for(vulkan: VulkanEngine) ->
         return [choice.variant.spread for choice in choices]
 
     for precision, other in (("float16", "bfloat16"), ("bfloat16", "float16")):
-        with_matrices = GPU._replace(matrices=(MatrixShape(precision, 16, 16, 16),))
+        with_matrices = GPU._replace(matrices=(MatrixShape(precision, 16, 16, 16),), shared_bytes=49152)
         assert spreads(with_matrices, precision) == ["matrix", "matrix", "matrix", "shared"]
         assert spreads(with_matrices, other) == spreads(GPU, precision) == ["shared"]
         for product in (large, Product(1, 64, 64, 4096)):
@@ -307,7 +307,8 @@ def test_matrices_need_their_features() -> None:
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
 def test_tiles_of_a_workgroup_are_chosen_by_size_and_limits(precision: str) -> None:
     """Large products take large tiles, those with few tiles small ones; what a device cannot hold is no candidate."""
-    device = GPU._replace(matrices=(MatrixShape("float16", 16, 16, 16), MatrixShape("bfloat16", 16, 16, 16)))
+    matrices = MatrixShape("float16", 16, 16, 16), MatrixShape("bfloat16", 16, 16, 16)
+    device = GPU._replace(matrices=matrices, shared_bytes=49152)
 
     def taken(device: Capabilities, size: int) -> tuple[int, int]:
         product = Product(1, size, size, size)
@@ -334,8 +335,9 @@ def test_tiles_of_a_workgroup_are_divided_evenly() -> None:
     for size in (8, 32, 64):
         for variant in (v for v in (*all_variants(size), *rounded_variants(size)) if v.whole_workgroup):
             tile = variant.workgroup_tile
-            assert tile.tm * tile.depth % tile.invocations == tile.tn * tile.depth % tile.invocations == 0
-            told, staged = tile.defines(size), 2 * tile.depth * (tile.tm + tile.tn + 16)
+            quads = 4 * tile.invocations
+            assert tile.tm * tile.depth % quads == tile.tn * tile.depth % quads == 0
+            told, staged = tile.defines(size), 2 * tile.depth * (tile.tm + tile.tn + 2 * tile.padding)
             if tile.matrix is None:
                 assert tile.shared_bytes(size) == 4 * staged
                 continue
@@ -348,10 +350,28 @@ def test_tiles_of_a_workgroup_are_divided_evenly() -> None:
         WorkgroupTile(64, 64, 16, MatrixShape("float16", 48, 16, 16)).waves(32)
 
 
+def test_a_forced_variant_is_for_its_own_precision(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are chosen as ever; what needs matrices is refused where there are none."""
+    chooser, product = MatmulChooser.of(vulkan.recorder), Product(1, 64, 64, 64)
+    monkeypatch.setattr(chooser, "device", GPU._replace(matrices=(MatrixShape("float16", 16, 16, 16),)))
+    with forced_variant("matrix_128x64u16_float16"):
+        assert chooser.choose(product, precision="float16").name == "matrix_128x64u16_float16"
+        assert chooser.choose(product, precision="bfloat16").name == "shared_64x64u8_bfloat16"
+        assert chooser.choose(product).variant.precision == "float32"
+    with forced_variant("shared_128x64u8"):
+        assert chooser.choose(product).name == "shared_128x64u8"
+        assert chooser.choose(product, precision="float16").variant.spread == "matrix"
+    with (
+        forced_variant("matrix_64x64u16_bfloat16"),
+        pytest.raises(BadInputError, match="needs cooperative matrices of"),
+    ):
+        chooser.choose(product)
+
+
 def test_a_tile_that_does_not_fit_is_not_forced(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = MatmulChooser.of(vulkan.recorder)
     monkeypatch.setattr(chooser, "device", chooser.device._replace(shared_bytes=16384))
-    with pytest.raises(BadInputError, match="needs 17408 bytes of shared memory, the device has 16384"):
+    with pytest.raises(BadInputError, match="needs 16896 bytes of shared memory, the device has 16384"):
         chooser.named("shared_128x128u8")
     monkeypatch.setattr(chooser, "device", chooser.device._replace(shared_bytes=32768, invocations=128))
     with pytest.raises(BadInputError, match="needs 256 invocations a workgroup, the device allows 128"):
