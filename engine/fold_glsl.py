@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .expr import Expr, fma, variable
 from .expr_glsl import glsl_includes, glsl_statements
@@ -37,9 +37,12 @@ def fold_arguments(spec: FoldSpec) -> str:
     return ", ".join(parts)
 
 
-def fold_glsl(spec: FoldSpec) -> str:
+def fold_glsl(spec: FoldSpec, rounds: int = 0) -> str:
     """The kernel's text. In it the fold's own names have a letter before them (p_ an argument, v_ a value, s_ a state
-    of one lane), so that none can be a word of GLSL.
+    of one lane, k_ elements kept), so that none can be a word of GLSL.
+
+    rounds: 0 for rows of any length, or how often a subgroup goes on along a row: rows of that many rounds, the last
+    of which may be partly empty. Their loops are written out, and what more than one loop reads is loaded once.
     """
     roots = [*spec.elements.values(), *spec.values.values()]
     for walk in spec.walks:
@@ -48,7 +51,7 @@ def fold_glsl(spec: FoldSpec) -> str:
     if "expr.glsl" not in includes and "exp.glsl" not in includes:
         includes = ("exp.glsl", *includes)
     text = "".join(read_shader(name) for name in ("rows.glsl", *includes))
-    writer = _Writer(spec)
+    writer = _Writer(spec, rounds)
     return text + _START + writer.rows() + "".join(map(writer.walk, spec.walks)) + writer.outputs() + "}\n"
 
 
@@ -57,8 +60,10 @@ def _parts(state: State) -> list[Expr]:
 
 
 class _Writer:
-    def __init__(self, spec: FoldSpec) -> None:
+    def __init__(self, spec: FoldSpec, rounds: int) -> None:
         self.spec = spec
+        self.rounds = rounds
+        self.kept = kept_inputs(spec) if rounds else ()
         self.of_row = {name: f"v_{name}" for name in (*spec.of_kind("value", "whole"), *spec.picks)}
         self.of_row |= {name: f"args.step.{name}" for name in spec.of_kind("step")}
         for name, kind in spec.scalar_kinds.items():
@@ -79,7 +84,36 @@ class _Writer:
         if self.spec.skip is not None:
             lines += self._float("bool", "skipped", self.spec.skip, {})
             lines += ["if (skipped) {", *self._zeros(), "    return;", "}"]
+        for r in range(self.rounds):
+            at = f"first + {r}u * stride"
+            for name in self.kept:
+                lines.append(f"const vec4 k_{name}_{r} = {self._load(name, at, r)};")
         return indented(lines)
+
+    def _loop(self, body: Callable[[int], list[str]]) -> list[str]:
+        """A loop over the row, of what `body` gives for a round: -1 in a loop that is not written out."""
+        if not self.rounds:
+            lines = [f"    {line}" for line in body(-1)]
+            return [
+                "for (uint base = 0; base < cols; base += stride) {",
+                "    const uint c = base + first;",
+                *lines,
+                "}",
+            ]
+        lines = []
+        for r in range(self.rounds):
+            lines += ["{", f"    const uint c = first + {r}u * stride;", *(f"    {line}" for line in body(r)), "}"]
+        return lines
+
+    def _is_whole(self, r: int) -> bool:
+        """Whether all columns of a round are there."""
+        return 0 <= r < self.rounds - 1
+
+    def _load(self, name: str, at: str, r: int) -> str:
+        start = "start" if self.spec.inputs[name] == "row" else "0u"
+        if self._is_whole(r):
+            return f"load4_inside(args.p_{name}, {start}, {at})"
+        return f"load4(args.p_{name}, {start}, {at}, cols)"
 
     def walk(self, walk: Walk) -> str:
         """One loop over the row, the merging of the lanes' states, and the results."""
@@ -97,29 +131,11 @@ class _Writer:
             for s in walk.states
         ]  # fmt: skip
         lines += [f"bool nan_{s.name} = false;" for s in walk.states if s.merge == "max"]
-        body = self._loads(state.contribution for state in walk.states)
         new: dict[str, str] = {}
         for state in walk.states:
-            if state in plain:
-                continue
-            neutral = "0.0" if state.merge == "sum" else "NEGATIVE_INFINITY"
-            body += self._vector({f"c_{state.name}": state.contribution}, new)
-            body.append(f"c_{state.name} = inside4(c_{state.name}, vec4({neutral}), c, cols);")
             if state.merge == "max":
-                block = f"max(max(c_{state.name}.x, c_{state.name}.y), max(c_{state.name}.z, c_{state.name}.w))"
-                body.append(f"const float v_{state.name} = max(s_{state.name}, {block});")
-                body.append(f"nan_{state.name} = nan_{state.name} || any(isnan(c_{state.name}));")
                 new |= {state.name: f"v_{state.name}", f"old_{state.name}": f"s_{state.name}"}
-            else:
-                body.append(f"const float b_{state.name} = sum4(c_{state.name});")
-                names = {**new, state.name: f"s_{state.name}", "_block": f"b_{state.name}"}
-                body += self._float("", f"s_{state.name}", plus(state.aligned, variable("_block")), names)
-        body += [f"s_{state.name} = v_{state.name};" for state in walk.states if state.merge == "max"]
-        sums = {f"n_{s.name}": plus(s.contribution, variable(f"_{s.name}")) for s in plain}
-        body += self._vector(sums, {f"_{s.name}": f"s_{s.name}" for s in plain}, ready=True)
-        body += [f"s_{s.name} = inside4(n_{s.name}, s_{s.name}, c, cols);" for s in plain]
-        lines += ["for (uint base = 0; base < cols; base += stride) {", "    const uint c = base + first;"]
-        lines += [*(f"    {line}" for line in body), "}"]
+        lines += self._loop(lambda r: self._round(walk, plain, r))
         for state in walk.states:
             if state in plain:
                 lines.append(f"const float v_{state.name} = subgroupAdd(sum4(s_{state.name}));")
@@ -132,6 +148,33 @@ class _Writer:
             self.of_row[state.name] = f"v_{state.name}"
         return lines
 
+    def _round(self, walk: Walk, plain: Sequence[State], r: int) -> list[str]:
+        """What a round brings to a walk's states."""
+        body = self._loads((state.contribution for state in walk.states), r)
+        new: dict[str, str] = {}
+        for state in walk.states:
+            if state in plain:
+                continue
+            neutral = "0.0" if state.merge == "sum" else "NEGATIVE_INFINITY"
+            body += self._vector({f"c_{state.name}": state.contribution}, new)
+            if not self._is_whole(r):
+                body.append(f"c_{state.name} = inside4(c_{state.name}, vec4({neutral}), c, cols);")
+            if state.merge == "max":
+                block = f"max(max(c_{state.name}.x, c_{state.name}.y), max(c_{state.name}.z, c_{state.name}.w))"
+                body.append(f"const float v_{state.name} = max(s_{state.name}, {block});")
+                body.append(f"nan_{state.name} = nan_{state.name} || any(isnan(c_{state.name}));")
+                new |= {state.name: f"v_{state.name}", f"old_{state.name}": f"s_{state.name}"}
+            else:
+                body.append(f"const float b_{state.name} = sum4(c_{state.name});")
+                names = {**new, state.name: f"s_{state.name}", "_block": f"b_{state.name}"}
+                body += self._float("", f"s_{state.name}", plus(state.aligned, variable("_block")), names)
+        body += [f"s_{state.name} = v_{state.name};" for state in walk.states if state.merge == "max"]
+        sums = {f"n_{s.name}": plus(s.contribution, variable(f"_{s.name}")) for s in plain}
+        body += self._vector(sums, {f"_{s.name}": f"s_{s.name}" for s in plain}, ready=True)
+        if self._is_whole(r):
+            return body + [f"s_{s.name} = n_{s.name};" for s in plain]
+        return body + [f"s_{s.name} = inside4(n_{s.name}, s_{s.name}, c, cols);" for s in plain]
+
     def outputs(self) -> str:
         """What is written of a row."""
         lines = []
@@ -141,12 +184,18 @@ class _Writer:
             lines += ["if (subgroupElect()) {"]
             lines += [*(f"    args.p_{name}.v[row] = o_{name};" for name in self.spec.values), "}"]
         if self.spec.elements:
-            body = ["if (c >= cols) continue;", *self._loads(self.spec.elements.values())]
-            body += self._vector({f"o_{name}": root for name, root in self.spec.elements.items()}, {})
-            body += [f"store4(args.p_{name}, start, c, cols, o_{name});" for name in self.spec.elements]
-            lines += ["for (uint base = 0; base < cols; base += stride) {", "    const uint c = base + first;"]
-            lines += [*(f"    {line}" for line in body), "}"]
+            lines += self._loop(self._stores)
         return indented(lines)
+
+    def _stores(self, r: int) -> list[str]:
+        """The elements of a round."""
+        elements = self.spec.elements
+        body = self._loads(elements.values(), r)
+        body += self._vector({f"o_{name}": root for name, root in elements.items()}, {})
+        if self._is_whole(r):
+            return body + [f"store4_inside(args.p_{name}, start, c, o_{name});" for name in elements]
+        body += [f"store4(args.p_{name}, start, c, cols, o_{name});" for name in elements]
+        return ["if (c >= cols) continue;", *body] if r < 0 else ["if (c < cols) {", *body, "}"]
 
     def _zeros(self) -> list[str]:
         lines = []
@@ -160,15 +209,11 @@ class _Writer:
             lines.append("    }")
         return lines
 
-    def _loads(self, roots: Iterable[Expr]) -> list[str]:
+    def _loads(self, roots: Iterable[Expr], r: int) -> list[str]:
         used = set(named(roots))
-        starts = {
-            **dict.fromkeys(self.spec.of_kind("row"), "start"),
-            **dict.fromkeys(self.spec.of_kind("column"), "0u"),
-        }
         return [
-            f"const vec4 v_{name} = load4(args.p_{name}, {start}, c, cols);"
-            for name, start in starts.items()
+            f"const vec4 v_{name} = {f'k_{name}_{r}' if name in self.kept else self._load(name, 'c', r)};"
+            for name in self.spec.of_kind("row", "column")
             if name in used
         ]
 
@@ -189,6 +234,14 @@ class _Writer:
         """Statements that assign one number, declared first when a type is given."""
         text = glsl_statements({name: simplify(root)}, "float", {**self.of_row, **new})
         return [f"{kind} {name};"] * bool(kind) + scoped(text)
+
+
+def kept_inputs(spec: FoldSpec) -> tuple[str, ...]:
+    """The row inputs that more than one loop reads."""
+    loops = [[part for state in walk.states for part in _parts(state)] for walk in spec.walks if walk.states]
+    loops += [list(spec.elements.values())] if spec.elements else []
+    reads = [set(named(roots)) for roots in loops]
+    return tuple(name for name in spec.of_kind("row") if sum(name in read for read in reads) > 1)
 
 
 def plus(contribution: Expr | None, so_far: Expr) -> Expr:

@@ -12,7 +12,7 @@ from .step_parameters import SIZE_BYTES, StepParameters
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-_GUARD = 64  # words around every operand
+_GUARD = 1024  # words around every operand: more than a row of any check
 _STEP = StepParameters(9, 3, 1, 0.01, 0.5, 0.1, 0.2, 0.3)
 T = TypeVar("T")
 

@@ -81,6 +81,7 @@ OPS_WITH_VARIANTS: dict[str, tuple[str, ...]] = {
     "attention_d_kv": ("attention_d_kv",),
     "block_fold": ("block_fold",),  # any but attention's
     "map": ("map",),  # every elementwise kernel
+    "row_fold": ("row_fold",),  # norms, softmax, cross-entropy, engine.fold
 }
 _forced: list[tuple[str, str]] = []
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .block_fold_choice import BlockFoldChooser
+from .fold_choice import RowFoldChooser
+from .fold_variants import row_variants
 from .map_choice import MapChooser
 from .map_variants import map_variants
 from .matmul_choice import MatmulChooser
@@ -13,13 +15,17 @@ from .variant_choice import VariantChooser
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-CHOOSERS: tuple[type[VariantChooser[Any]], ...] = (MatmulChooser, BlockFoldChooser, MapChooser)
+CHOOSERS: tuple[type[VariantChooser[Any]], ...] = (MatmulChooser, BlockFoldChooser, MapChooser, RowFoldChooser)
 
 
-def variant_names(gpu: Recorder) -> dict[str, list[str]]:
-    """What VKFOLD_VARIANT calls a family whose variants are the same for all its kernels -> their names on this device,
-    the base variant first."""
-    return {"map": [choice.name for choice in reversed(map_variants("", gpu.max_invocations))]}
+def variant_names(gpu: Recorder, cols: int) -> dict[str, list[str]]:
+    """What VKFOLD_VARIANT calls a family whose variants are the same for all its kernels -> their names on this device
+    for rows of so many columns, the base variant first."""
+    of_rows = row_variants(RowFoldChooser.of(gpu).device, "", cols, gpu.max_invocations)
+    return {
+        "map": [choice.name for choice in reversed(map_variants("", gpu.max_invocations))],
+        "row_fold": [choice.name for choice in reversed(of_rows)],
+    }
 
 
 def check_forced(gpu: Recorder) -> None:

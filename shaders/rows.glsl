@@ -26,6 +26,26 @@ vec4 load4(Row p, uint start, uint c, uint cols) {
 #endif
 }
 
+// The same where all four columns are there.
+vec4 load4_inside(Row p, uint start, uint c) {
+#if VEC4
+    return read4(p, (start + c) >> 2);
+#else
+    return vec4(p.v[start + c], p.v[start + c + 1], p.v[start + c + 2], p.v[start + c + 3]);
+#endif
+}
+
+void store4_inside(Row p, uint start, uint c, vec4 v) {
+#if VEC4
+    write4(p, (start + c) >> 2, v);
+#else
+    p.v[start + c] = v.x;
+    p.v[start + c + 1] = v.y;
+    p.v[start + c + 2] = v.z;
+    p.v[start + c + 3] = v.w;
+#endif
+}
+
 // Element i.
 float load1(Row p, uint i) {
 #if VEC4

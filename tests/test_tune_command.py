@@ -24,7 +24,15 @@ from vkfold.engine.vulkan_engine import VulkanEngine
 from vkfold.tools import kernel_lab, lab_ops
 from vkfold.tools.model_setup import make_model, make_optimizer, make_training_step
 from vkfold.tools.run_config import RunConfig
-from vkfold.tools.tune_calls import Calls, ElementwiseCall, FoldCall, ProductCall, calls_of_step, calls_of_text
+from vkfold.tools.tune_calls import (
+    Calls,
+    ElementwiseCall,
+    FoldCall,
+    FoldOfRows,
+    ProductCall,
+    calls_of_step,
+    calls_of_text,
+)
 
 from .op_checks import EPS32
 
@@ -84,12 +92,13 @@ def test_attention_of_text_and_of_a_step() -> None:
         calls_of_text("attention:1x4/3x8x4")
 
 
-def test_elementwise_calls_of_a_step_are_those_that_an_engine_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_a_step_are_those_that_an_engine_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Joined as fusion joins them."""
     monkeypatch.setenv("VKFOLD_DEBUG", "0")
     monkeypatch.setenv("VKFOLD_FUSION", "1")
     config = RunConfig(inputs=[], d_model=16, num_layers=2, num_heads=2, seq_len=8, batch_size=2, dropout=0.1)
-    calls = {call.call.kernel: n for call, n in calls_of_step(config, 64).items() if isinstance(call, ElementwiseCall)}
+    kinds = ElementwiseCall, FoldOfRows
+    calls = {call.key.split()[1]: n for call, n in calls_of_step(config, 64).items() if isinstance(call, kinds)}
     launched: list[str] = []
     with VulkanEngine() as engine:
         model = make_model(engine, config, 64)
@@ -98,8 +107,9 @@ def test_elementwise_calls_of_a_step_are_those_that_an_engine_launches(monkeypat
         tokens = np.zeros((2, 8), np.int32)
         step([(tokens, tokens)], step=0, learning_rate=1e-3)
         engine.end_batch()
-    of_maps = [re.sub(r"_\d+x\d(_tail)?$", "", name) for name in launched if re.search(r"(vec4|scalar)_\d+x", name)]
-    assert dict(Counter(of_maps)) == calls and "swiglu_backward__swiglu_vec4" in calls and calls["dropout_vec4"] > 2
+    variant = re.compile(r"(?<=vec4|alar)_(\d+x\d(_tail)?|rows\d+|kept\d+_of\d+)$")
+    assert dict(Counter(variant.sub("", name) for name in launched if variant.search(name))) == calls
+    assert "swiglu_backward__swiglu_vec4" in calls and calls["dropout_vec4"] > 2
 
 
 def test_what_has_one_key_is_one_call() -> None:
@@ -184,7 +194,12 @@ def test_tune_takes_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     assert vkfold_main(["tune", *(f"--{name}={value}" for name, value in small.items()), "--json"]) == 0
     rows = report(capsys)["calls"]
     assert len(rows) > 6 and all(row["ms"] > 0 for row in rows)
-    assert {row["call"].partition(" ")[0] for row in rows} == {"matmul", "map", *(call.fold.name for call in FOLDS)}
+    assert {row["call"].partition(" ")[0] for row in rows} == {
+        "matmul",
+        "map",
+        "row_fold",
+        *(call.fold.name for call in FOLDS),
+    }
 
 
 @pytest.mark.parametrize(
@@ -308,8 +323,10 @@ def test_lab_groups_heads(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 def test_lab_measures_ops_that_change_their_inputs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The op alone, without copies."""
     assert kernel_lab.main([name, lab_shape(name), "--rounds", "2", "--json"]) == 0
-    (row,) = report(capsys)["results"]
-    assert row["seconds"] > 0 and row["error"] <= 1 and row["bytes_per_second"] > 0
+    rows = report(capsys)["results"]
+    assert bool(lab_ops.SUBJECTS[name].forced) == (len(rows) > 1)
+    for row in rows:
+        assert row["seconds"] > 0 and row["error"] <= 1 and row["same_bits"] and row["bytes_per_second"] > 0
 
 
 def test_lab_tells_wrong_results(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def variant_names(engine: VulkanEngine, name: str, subject: Subject, sizes: tupl
         chosen = chooser.choose(product, layout)
         choices = [c for c in candidates(chooser.device, product) if c.barred_as not in chooser.table.barred]
         return list(dict.fromkeys(c.name for c in (chosen, *choices)))
-    of_family = variant_names_of(engine.recorder).get(subject.forced)
+    of_family = variant_names_of(engine.recorder, sizes[-1]).get(subject.forced)
     if of_family is not None:
         return of_family
     calls = subject.folds(*sizes)

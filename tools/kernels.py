@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from ..engine.errors import BadInputError
+from ..engine.fold_variants import variant_names as row_names
 from ..engine.kernel import Kernel
 from ..engine.kernel_registry import cached_names, kernels_by_op, origin
 from ..engine.map_variants import map_variants
@@ -14,7 +15,7 @@ from .console import TableConsole
 
 _SHOWN = 4
 _FROM = {"package": "compiled ahead of time", "cache": "in the cache", "": "compiled at first use"}
-FAMILIES = {"map": [choice.name for choice in map_variants("", 2**16)]}
+FAMILIES = {"map": [choice.name for choice in map_variants("", 2**16)], "row_fold": row_names()}
 _NO_OP = "(in the cache)"  # of engine.map, engine.fold, fusion, or an op that was since changed
 
 

@@ -112,16 +112,21 @@ SUBJECTS: dict[str, Subject] = {
         bounds.of_swiglu_backward,
         "map",
     ),
-    "softmax": _of_rows(lambda e, x: e.softmax(x), bounds.of_softmax),
+    "softmax": _of_rows(lambda e, x: e.softmax(x), bounds.of_softmax, "row_fold"),
     "softmax_backward": Subject(
-        "ROWSxCOLS", _softmax_backward, lambda e, dy, y: e.softmax_backward(dy, y), bounds.of_softmax_backward
+        "ROWSxCOLS",
+        _softmax_backward,
+        lambda e, dy, y: e.softmax_backward(dy, y),
+        bounds.of_softmax_backward,
+        "row_fold",
     ),
-    "rms_norm": _of_rows(lambda e, x, w: e.rms_norm(x, w), bounds.of_rms_norm, vectors=1),
+    "rms_norm": _of_rows(lambda e, x, w: e.rms_norm(x, w), bounds.of_rms_norm, "row_fold", vectors=1),
     "rms_norm_backward": Subject(
         "ROWSxCOLS",
         lambda rng, r, c: [array for i, array in enumerate(_norm_inputs(rng, r, c)) if i != 3],
         lambda e, *tensors: e.rms_norm_backward(*tensors),
         bounds.of_rms_norm_backward,
+        "row_fold",
     ),
     "rms_norm_weight_backward": Subject(
         "ROWSxCOLS",
@@ -129,9 +134,13 @@ SUBJECTS: dict[str, Subject] = {
         changed("rms_norm_weight_backward", 3),
         _weight_sums,
     ),
-    "layer_norm": _of_rows(lambda e, x, w, b: e.layer_norm(x, w, b), bounds.of_layer_norm, vectors=2),
+    "layer_norm": _of_rows(lambda e, x, w, b: e.layer_norm(x, w, b), bounds.of_layer_norm, "row_fold", vectors=2),
     "layer_norm_backward": Subject(
-        "ROWSxCOLS", _norm_inputs, lambda e, *tensors: e.layer_norm_backward(*tensors), bounds.of_layer_norm_backward
+        "ROWSxCOLS",
+        _norm_inputs,
+        lambda e, *tensors: e.layer_norm_backward(*tensors),
+        bounds.of_layer_norm_backward,
+        "row_fold",
     ),
     "layer_norm_weight_backward": Subject(
         "ROWSxCOLS",
@@ -140,10 +149,18 @@ SUBJECTS: dict[str, Subject] = {
         _weight_sums,
     ),
     "cross_entropy": Subject(
-        "ROWSxVOCABULARY", _logits, lambda e, logits, targets: e.cross_entropy(logits, targets), bounds.of_cross_entropy
+        "ROWSxVOCABULARY",
+        _logits,
+        lambda e, logits, targets: e.cross_entropy(logits, targets),
+        bounds.of_cross_entropy,
+        "row_fold",
     ),
     "cross_entropy_backward": Subject(
-        "ROWSxVOCABULARY", _logits_and_lse, changed("cross_entropy_backward_", 0), bounds.of_cross_entropy_backward
+        "ROWSxVOCABULARY",
+        _logits_and_lse,
+        changed("cross_entropy_backward_", 0),
+        bounds.of_cross_entropy_backward,
+        "row_fold",
     ),
     "embedding": Subject(
         "TOKENSxVOCABULARYxCOLS",

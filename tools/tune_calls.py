@@ -11,6 +11,7 @@ from ..engine.block_fold_call import BlockCall
 from ..engine.block_fold_choice import BlockFoldChooser
 from ..engine.block_fold_choice import select_for as select_tile
 from ..engine.errors import BadInputError
+from ..engine.fold_choice import RowFoldChooser
 from ..engine.fusion import Call
 from ..engine.fusion_map import Side
 from ..engine.map_choice import MapChooser
@@ -22,6 +23,8 @@ from ..engine.ops.map_tuner import MapCall, tune_map, unmeasured_map
 from ..engine.ops.matmul import MATMUL, layout_of
 from ..engine.ops.matmul_launch import Layout
 from ..engine.ops.matmul_tuner import tune_product
+from ..engine.ops.row_fold import RowFoldCalls
+from ..engine.ops.row_fold_tuner import RowFoldCall, tune_row_fold, unmeasured_fold
 from ..engine.recorder import Recorder
 from ..engine.tensor import TensorSpec
 from ..engine.tuner import Measured
@@ -128,6 +131,30 @@ class ElementwiseCall(NamedTuple):
         return tune_map(gpu, self.call, rounds=rounds)
 
 
+class FoldOfRows(NamedTuple):
+    """A fold over rows. work: floating-point operations."""
+
+    call: RowFoldCall
+    work: int
+
+    @property
+    def key(self) -> str:
+        return self.call.key
+
+    @property
+    def flops(self) -> float:
+        return float(self.work)
+
+    def chooser(self, gpu: Recorder) -> RowFoldChooser:
+        return RowFoldChooser.of(gpu)
+
+    def unmeasured(self, gpu: Recorder) -> str:
+        return unmeasured_fold(gpu, self.call)
+
+    def tune(self, gpu: Recorder, rounds: int) -> Measured:
+        return tune_row_fold(gpu, self.call, rounds=rounds)
+
+
 class Calls:
     """Calls and how often each is there, by key: what has one key is measured once."""
 
@@ -158,6 +185,10 @@ def _tuned_calls(call: Call) -> list[TunedCall]:
         return [ProductCall(layout, f"{'NT'[trans_a]}{'NT'[trans_b]}")]
     if isinstance(call.op, BlockFoldCalls):
         return [FoldCall(fold) for fold in call.op.block_calls(call.inputs, call.settings)]
+    if isinstance(call.op, RowFoldCalls):
+        fold, inputs, scalars = call.op.fold_of_call(call.inputs, **call.settings)
+        shape, aligned = fold.rows_of((*inputs, *call.outputs))
+        return [FoldOfRows(RowFoldCall(fold, shape, aligned and shape[-1] % 4 == 0, scalars), call.cost.flops)]
     side = Side.of(call)
     if side is not None:
         sizes = tuple(tensor.nbytes for tensor in side.tensors.values())

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from ..expr_walk import topological
 from ..fold import FoldSpec
 from ..input_checks import described
-from ..op import Op, register
+from ..op import register
 from ..setting_checks import check_setting
 from ..tensor import Tensor, TensorSpec
-from .row_fold import RowFold
+from .row_fold import RowFold, RowFoldCalls
 from .row_kernels import check_spec, rows_and_columns
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def _row_shape(spec: FoldSpec, specs: Sequence[TensorSpec]) -> tuple[int, ...]:
     return next(s.shape for name, s in zip(spec.tensor_inputs, specs, strict=True) if spec.inputs[name] == "row")
 
 
-class FoldAnyOp(Op):
+class FoldAnyOp(RowFoldCalls):
     """Outputs of a fold that are no inputs: elements, then values."""
 
     name = "fold"
@@ -69,6 +69,9 @@ class FoldAnyOp(Op):
         scalars: tuple[float, ...],
     ) -> None:
         _row_fold(spec).launch(gpu, (*inputs, *outputs), scalars)
+
+    def fold_of_call(self, inputs: Sequence[Any], **settings: Any) -> tuple[RowFold, Sequence[Any], tuple[float, ...]]:
+        return _row_fold(settings["spec"]), inputs, settings["scalars"]
 
 
 FOLD = register(FoldAnyOp())

@@ -51,13 +51,15 @@ class RowKernels:
     subgroups: rows a workgroup, one a subgroup; 0 for kernels that go by invocation, `FLAT_SIZE` a workgroup.
     """
 
-    def __init__(self, name: str, source: str, args: str, *, subgroups: int = 0, **defines: int) -> None:
+    def __init__(
+        self, name: str, source: str, args: str, *, subgroups: int = 0, family: str = "", **defines: int
+    ) -> None:
         def make(suffix: str, vec4: int) -> Kernel:
             values: dict[str, Any] = {"VEC4": vec4, **defines}
             typed = args.replace(" row ", " f32x4 " if vec4 else " f32 ")
             if subgroups:
-                return Kernel(name + suffix, source, typed, subgroups=subgroups, defines=values)
-            return Kernel(name + suffix, source, typed, local_size=FLAT_SIZE, defines=values)
+                return Kernel(name + suffix, source, typed, subgroups=subgroups, defines=values, family=family)
+            return Kernel(name + suffix, source, typed, local_size=FLAT_SIZE, defines=values, family=family)
 
         self.wide = make("_vec4", 1)
         self.narrow = make("_scalar", 0)
