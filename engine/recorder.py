@@ -3,15 +3,20 @@
 A full memory barrier lies before every command, so a dead tensor's bytes may serve a later op of the same batch, and
 one to the host at the end of every submit. Long work is split so that no dispatch and no submit runs near a driver's
 watchdog (about 2 s): by workgroup, never along a reduction.
+
+Ctrl-C may come between any two steps of the interpreter. What it breaks off is gone on with at the next call that
+submits or waits, and an object that it may have left in doubt is not used again: nothing recorded is lost, nothing is
+handed over twice, and nobody waits for what was not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .errors import VkfoldError
+from .batch import Batch
+from .errors import OutOfDeviceMemoryError, VkfoldError
 from .kernel import Kernel
 from .kernel_pipelines import KernelPipelines
 from .pipeline_memory import Recipe
@@ -25,19 +30,6 @@ MAX_GROUPS = 65535  # promised by every Vulkan device, per dimension
 _WORK_PER_SECOND = {"cpu": 2e9, "gpu": 2e11}
 _DISPATCH_SECONDS, _SUBMIT_SECONDS = 0.25, 1.0
 STAGING_BYTES = 4 * 2**20
-
-
-class Batch:
-    """One submit: its command buffer, and what may be destroyed or reused once its fence has signalled."""
-
-    __slots__ = ("commands", "fence", "retired", "staging", "work")
-
-    def __init__(self, commands: CommandBuffer | None, fence: Fence) -> None:
-        self.commands: Any = commands  # None: a replay, whose command buffers stay recorded
-        self.fence = fence
-        self.retired: list[Buffer | CommandBuffer | Fence] = []
-        self.staging: list[Buffer] = []
-        self.work = 0.0
 
 
 class Recorder:
@@ -59,6 +51,8 @@ class Recorder:
         self.pipelines = KernelPipelines(device) if pipelines is None else pipelines
         self._by_kernel = self.pipelines.by_kernel
         self._current: Batch | None = None
+        self._sending: Batch | None = None  # on its way to the queue: after an interrupt, or when memory was lacking
+        self._batches: list[Batch] = []  # all with command buffers of their own
         self._in_flight: list[Batch] = []
         self._spare: list[Batch] = []
         self._staging: list[Buffer] = []
@@ -88,6 +82,8 @@ class Recorder:
 
     # -- recording ---------------------------------------------------------------------------------------------------
     def _open(self) -> Batch:
+        if self._sending is not None:
+            self._send()
         batch = self._current
         if batch is None:
             if self.transfers is not None:
@@ -96,6 +92,7 @@ class Recorder:
                 batch = self._spare.pop()
             else:
                 batch = Batch(self.device.create_command_buffer(), self.device.create_fence())
+                self._batches.append(batch)
             batch.commands.begin()
             self._current = batch
         return batch
@@ -274,25 +271,29 @@ class Recorder:
         while position < len(view):
             batch = self._current or self._open()
             if self._staging_used >= STAGING_BYTES:
-                batch.staging.append(self._staging.pop() if self._staging else self._new_staging())
+                self._see_to_staging()
+                batch.staging.extend(map(self._staging.pop, [-1]))  # one step of the interpreter
                 self._staging_used = 0
             staging = batch.staging[-1]
-            count = min(len(view) - position, STAGING_BYTES - self._staging_used)
+            start = self._staging_used
+            count = min(len(view) - position, STAGING_BYTES - start)
+            self._staging_used += (count + 15) & ~15  # first: after an interrupt nothing else is put there
             self.num_commands += 1
-            staging.mapping[self._staging_used : self._staging_used + count] = view[position : position + count]
+            staging.mapping[start : start + count] = view[position : position + count]
             batch.commands.barrier()
-            batch.commands.copy(staging.handle, self._staging_used, buffer.handle, offset + position, count)
+            batch.commands.copy(staging.handle, start, buffer.handle, offset + position, count)
             position += count
-            self._staging_used += (count + 15) & ~15
             batch.work += count
             if batch.work > self._submit_work:
                 self.submit()
 
-    def _new_staging(self) -> Buffer:
+    def _see_to_staging(self) -> None:
+        """After it there is a staging buffer that nothing uses."""
         # Uploads larger than what may be in flight wait for the oldest batch instead of growing without bound.
-        while len(self._in_flight) > 8:
+        while not self._staging and len(self._in_flight) > 8:
             self._finish_oldest()
-        return self._staging.pop() if self._staging else self.device.create_buffer(STAGING_BYTES, host_visible=True)
+        if not self._staging:
+            self._staging.append(self.device.create_buffer(STAGING_BYTES, host_visible=True))
 
     def read(self, buffer: Buffer, offset: int, nbytes: int) -> bytearray:
         """The bytes of a buffer after everything recorded so far. Submits and waits."""
@@ -303,110 +304,98 @@ class Recorder:
         if nbytes == 0:
             return result
         size = min(nbytes, STAGING_BYTES)
-        staging = self._staging.pop() if self._staging else self.device.create_buffer(STAGING_BYTES, host_visible=True)
-        try:
-            for start in range(0, nbytes, size):
-                count = min(size, nbytes - start)
-                commands = (self._current or self._open()).commands
-                commands.barrier()
-                commands.copy(buffer.handle, offset + start, staging.handle, 0, count)
-                self.submit()
-                self.wait()
-                result[start : start + count] = staging.mapping[:count]
-        except BaseException:
-            self.retire(staging)  # an interrupt: the copy into it may still run
-            raise
-        self._staging.append(staging)
+        for start in range(0, nbytes, size):
+            count = min(size, nbytes - start)
+            batch = self._current or self._open()
+            self._see_to_staging()
+            # The batch's own, but not the newest, which uploads go to: it is free when the batch has finished, whoever
+            # waits for that.
+            batch.staging[:0] = map(self._staging.pop, [-1])
+            staging = batch.staging[0]
+            batch.commands.barrier()
+            batch.commands.copy(buffer.handle, offset + start, staging.handle, 0, count)
+            self.submit()
+            self.wait()
+            result[start : start + count] = staging.mapping[:count]
         return result
 
     # -- submits -----------------------------------------------------------------------------------------------------
     def submit(self) -> None:
         """Close the open batch with a barrier to the host and hand it to the queue; does not wait."""
         self.before_recording()
-        batch = self._current
-        if batch is None:
-            return
-        self._current = None
+        if self._sending is not None:
+            self._send()
+        if self._current is not None:
+            self._sending = self._current
+            self._send()
+
+    def _send(self) -> None:
+        """Hand `_sending` to the queue; goes on where an interrupt, or a lack of memory, stopped it."""
+        batch = self._sending
+        assert batch is not None
+        if self._current is batch:
+            self._current = None
         self._staging_used = STAGING_BYTES
-        batch.commands.host_barrier()
-        batch.commands.end()
+        if batch.sent != [0]:
+            if batch.commands is None:  # a replay that was broken off: who asked for it knows
+                self._sending = None
+                return
+            batch.sent.clear()
+            try:
+                self._hand_over(batch)
+            except OutOfDeviceMemoryError:
+                raise
+            except VkfoldError:  # the device is lost
+                self._sending = None
+                raise
+        if self.transfers is not None and batch.number:
+            self.transfers.num_compute_submits = batch.number
+        if batch not in self._in_flight:
+            self._in_flight.append(batch)
+            self.num_submits += 1
+        self._sending = None
+        while self._in_flight and (self._in_flight[0].finished or self._in_flight[0].fence.is_signaled()):
+            self._reclaim(self._in_flight[0])
+
+    def _hand_over(self, batch: Batch) -> None:
+        commands = batch.commands
+        if not commands.is_ended:
+            commands.host_barrier()
+            commands.end()
         if self.transfers is None:
-            self.device.submit(batch.commands, batch.fence)
+            self.device.submit(commands, batch.fence, batch.sent)
         else:
-            self.transfers.submit_compute(batch.commands, batch.fence)
+            batch.number = self.transfers.num_compute_submits + 1
+            self.transfers.submit_compute(commands, batch.fence, batch.number, batch.sent)
         if self.stream is not None:
             self.stream.commands.append(SUBMIT)
-        self._sent(batch)
-
-    def _sent(self, batch: Batch) -> None:
-        self._in_flight.append(batch)
-        self.num_submits += 1
-        while self._in_flight and self._in_flight[0].fence.is_signaled():
-            self._reclaim(self._in_flight.pop(0))
 
     # -- replay ------------------------------------------------------------------------------------------------------
-    def encode(self, stream: StepStream, staging: Buffer, places: Sequence[int]) -> list[CommandBuffer]:
-        """Command buffers of a whole step, one for each of its submits, that can be submitted over and over.
+    def resubmit(self, prepared: PreparedSubmit, fence: Fence, sent: list[int]) -> None:
+        """Hand a step's command buffers to the queue once more, behind all that is recorded; does not wait.
 
-        staging: where its host data lies, each write at the next of `places`, and then what is read back.
+        sent: empty; [0] once the queue has them, also where an interrupt is raised.
         """
-        finished: list[CommandBuffer] = []
-        commands: CommandBuffer | None = None
-        place = iter(places)
-
-        def close() -> None:
-            nonlocal commands
-            if commands is not None:
-                commands.host_barrier()
-                commands.end()
-                finished.append(commands)
-                commands = None
-
-        for command in stream.commands:
-            if command is SUBMIT:
-                close()
-                continue
-            if commands is None:
-                commands = self.device.create_command_buffer()
-                commands.begin()
-            commands.barrier()
-            kind = command[0]
-            if kind == WRITE:
-                _, target, offset, nbytes, _ = command
-                commands.copy(staging.handle, next(place), target.handle, offset, nbytes)
-            elif kind == COPY:
-                _, source, source_offset, target, offset, nbytes = command
-                commands.copy(source.handle, source_offset, target.handle, offset, nbytes)
-            elif kind == FILL:
-                _, target, offset, nbytes, word = command
-                commands.fill(target.handle, offset, nbytes, word)
-            else:
-                commands.bind(kind)
-                commands.push(command[1])
-                commands.dispatch(command[2])
-        for source, source_offset, nbytes in stream.results:
-            if commands is None:
-                commands = self.device.create_command_buffer()
-                commands.begin()
-            commands.barrier()
-            commands.copy(source.handle, source_offset, staging.handle, next(place), nbytes)
-        close()
-        return finished
-
-    def resubmit(self, prepared: PreparedSubmit, fence: Fence) -> None:
-        """Hand a step's command buffers to the queue once more, behind all that is recorded; does not wait."""
         self.submit()
         if self.transfers is not None:
             self.transfers.wait()
-        self.device.submit_prepared(prepared, fence)
-        self._sent(Batch(None, fence))
+            self.transfers.uncovered = True
+        batch = Batch(None, fence)
+        batch.sent = sent
+        self._sending = batch
+        self.device.submit_prepared(prepared, fence, sent)
+        self._send()
 
     def is_in_flight(self, fence: Fence) -> bool:
         """Whether a batch with this fence was submitted and not waited for."""
+        if self._sending is not None:
+            self._send()
         return any(batch.fence is fence for batch in self._in_flight)
 
     def wait(self) -> None:
         """Wait for all submitted batches and reclaim what they held."""
+        if self._sending is not None:
+            self._send()
         while self._in_flight:
             self._finish_oldest()
         if self.transfers is not None:
@@ -417,31 +406,34 @@ class Recorder:
         after an interrupt, too."""
         self.submit()
         self.wait()
-        self.device.wait_idle()  # for a submit that an interrupt kept from being noted
+        self.device.wait_idle()
 
     def _finish_oldest(self) -> None:
-        try:
-            self._in_flight[0].fence.wait()  # an interrupt leaves it in flight
-        except VkfoldError:  # the device is lost: it does nothing any more
-            del self._in_flight[0]
-            raise
-        self._reclaim(self._in_flight.pop(0))
+        batch = self._in_flight[0]
+        if not batch.finished:
+            try:
+                batch.fence.wait()  # an interrupt leaves it in flight
+            except VkfoldError:  # the device is lost: it does nothing any more
+                del self._in_flight[0]
+                raise
+        self._reclaim(batch)
 
     def _reclaim(self, batch: Batch) -> None:
-        """Take back what a batch held, whose fence has signalled."""
+        """Take back what the oldest batch in flight held, whose fence has signalled. An interrupt leaves it there."""
+        batch.finished = True
         batch.fence.reset()
         if batch.commands is not None:
             batch.commands.reset()
-        self._staging.extend(batch.staging)
-        for extra in self._staging[4:]:
-            self.device.destroy_buffer(extra)
-        del self._staging[4:]
-        for thing in batch.retired:
-            self._destroy(thing)
-        batch.staging.clear()
-        batch.retired.clear()
-        batch.work = 0.0
+        # Each of these is one step of the interpreter. What a read waits for is the last, and stays.
+        self._staging.extend(map(batch.staging.pop, [-1] * len(batch.staging)))
+        batch.retired.extend(map(self._staging.pop, [0] * (len(self._staging) - 4)))
+        while batch.retired:
+            self._destroy(batch.retired[-1])  # which may be done twice
+            batch.retired.pop()
+        del self._in_flight[0]
         if batch.commands is not None:
+            batch.work, batch.number, batch.finished = 0.0, 0, False
+            batch.sent.clear()
             self._spare.append(batch)
 
     def _destroy(self, thing: Buffer | CommandBuffer | Fence) -> None:
@@ -455,6 +447,8 @@ class Recorder:
         self.before_recording()
         if self.transfers is not None:
             self.transfers.before_retire()
+        if self._sending is not None:
+            self._send()
         if self._current is not None:
             self._current.retired.append(thing)
         elif self._in_flight:
@@ -468,13 +462,14 @@ class Recorder:
         if self.transfers is not None:
             self.transfers.close()
             self.transfers = None
-        for batch in self._spare:
+        for batch in self._batches:
             batch.commands.destroy()
             batch.fence.destroy()
         for buffer in (*self._staging, *self._owned):
             self.device.destroy_buffer(buffer)
         if self._owns_pipelines:
             self.pipelines.destroy()
+        self._batches.clear()
         self._spare.clear()
         self._staging.clear()
         self._owned.clear()

@@ -18,7 +18,7 @@ from ..memory_pool import BlockPool, PoolStats
 from .pipeline_memory import load_recipes, program_path, save_recipes
 from .recorder import Recorder, place_of
 from .replay_stats import ReplayStats
-from .step_stream import WRITE, Input, StepStream
+from .step_stream import WRITE, Input, StepStream, encode
 from .tensor import Tensor
 from .vulkan_api import Buffer, CommandBuffer, PreparedSubmit
 
@@ -67,7 +67,7 @@ class _Encoding:
             mapping[place : place + result[2]]
             for result, place in zip(stream.results, places[len(writes) :], strict=True)
         ]
-        self.commands: list[CommandBuffer] = recorder.encode(stream, self.staging, places)
+        self.commands: list[CommandBuffer] = encode(recorder.device, stream, self.staging, places)
         self.prepared = PreparedSubmit(self.commands)
 
     def destroy(self) -> None:
@@ -80,13 +80,15 @@ class _Encoding:
 
 
 class Capture:
-    """One step that can be submitted again. uses: what it does to the statistics of each pool.
+    """One step that can be submitted again. uses: what it does to the statistics of each pool. sent: a new list before
+    each submit, and all that leads to it; [0] once the device has the step, whatever `submit` raised.
 
     Raises OutOfDeviceMemoryError when there is no room for its host memory.
     """
 
     def __init__(self, replayer: StepReplayer, stream: StepStream, uses: Sequence[PoolUse]) -> None:
         self.dropped = ""
+        self.sent: list[int] = []
         self._replayer = replayer
         self._recorder = replayer.recorder
         self._uses = uses
@@ -129,7 +131,7 @@ class Capture:
         """Hand the step to the device; does not wait. The inputs are written before. Returns where results will be."""
         assert not self.dropped
         encoding = self._encodings[self._next]
-        self._recorder.resubmit(encoding.prepared, self._fence)
+        self._recorder.resubmit(encoding.prepared, self._fence, self.sent)
         for use in self._uses:
             pool = use.pool
             pool.total_allocations += use.num_allocations

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from .vulkan_api import Buffer
+    from .vulkan_api import Buffer, CommandBuffer, Device
 
 # Kinds of commands. A dispatch has none of these in front: it is (pipeline, push-constant bytes, workgroups).
 WRITE = "write"  # (WRITE, buffer, offset, bytes, what): what is the bytes themselves, or the Input that they come from
@@ -42,3 +43,52 @@ class StepStream:
 
     def __repr__(self) -> str:
         return f"StepStream({len(self.commands)} commands)"
+
+
+def encode(device: Device, stream: StepStream, staging: Buffer, places: Sequence[int]) -> list[CommandBuffer]:
+    """Command buffers of a whole step, one for each of its submits, that can be submitted over and over.
+
+    staging: where its host data lies, each write at the next of `places`, and then what is read back.
+    """
+    finished: list[CommandBuffer] = []
+    commands: CommandBuffer | None = None
+    place = iter(places)
+
+    def close() -> None:
+        nonlocal commands
+        if commands is not None:
+            commands.host_barrier()
+            commands.end()
+            finished.append(commands)
+            commands = None
+
+    for command in stream.commands:
+        if command is SUBMIT:
+            close()
+            continue
+        if commands is None:
+            commands = device.create_command_buffer()
+            commands.begin()
+        commands.barrier()
+        kind = command[0]
+        if kind == WRITE:
+            _, target, offset, nbytes, _ = command
+            commands.copy(staging.handle, next(place), target.handle, offset, nbytes)
+        elif kind == COPY:
+            _, source, source_offset, target, offset, nbytes = command
+            commands.copy(source.handle, source_offset, target.handle, offset, nbytes)
+        elif kind == FILL:
+            _, target, offset, nbytes, word = command
+            commands.fill(target.handle, offset, nbytes, word)
+        else:
+            commands.bind(kind)
+            commands.push(command[1])
+            commands.dispatch(command[2])
+    for source, source_offset, nbytes in stream.results:
+        if commands is None:
+            commands = device.create_command_buffer()
+            commands.begin()
+        commands.barrier()
+        commands.copy(source.handle, source_offset, staging.handle, next(place), nbytes)
+    close()
+    return finished

@@ -14,8 +14,9 @@ The pools know none of this: bytes are free in the order of recording, as with o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from .errors import OutOfDeviceMemoryError, VkfoldError
 from .tensor import Storage, Tensor
 from .vulkan_api import Buffer, CommandBuffer, Fence, Timeline
 
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
     from .recorder import Recorder
 
 Place = tuple[Buffer, int]  # a buffer and an offset in it, in bytes
+
+
+class _Copies(NamedTuple):
+    """A submit. number: what it raises `copied` to. sent: [0] once the queue has it."""
+
+    commands: CommandBuffer
+    number: int
+    sent: list[int]
 
 
 class TransferQueue:
@@ -35,49 +44,73 @@ class TransferQueue:
         self.copied: Timeline = self.device.create_timeline()
         self.num_compute_submits = 0  # what `computed` reaches with the last compute submit so far
         self.num_submits = 0  # what `copied` reaches with the last submit of copies so far
+        self.uncovered = True  # whether compute work was submitted that no value of `computed` stands for
         self.required = 0  # of `copied`: what compute batches opened from now on wait for
         self._leaving: dict[int, int] = {}  # id of a storage -> value of `copied` once its copy to the host is done
         self._arriving: dict[int, int] = {}  # id of a storage -> value of `copied` once its values are there
         self._current: CommandBuffer | None = None
+        self._sending: _Copies | None = None  # on its way to the queue: after an interrupt, or when memory was lacking
         self._in_flight: list[tuple[int, CommandBuffer]] = []
         self._spare: list[CommandBuffer] = []
         recorder.transfers = self
-        # One compute submit from now on stands for everything submitted before there was a timeline.
-        recorder.open_batch()
-        recorder.submit()
 
     # -- copies ------------------------------------------------------------------------------------------------------
     def copy_out(self, tensor: Tensor, source: Place, target: Place, nbytes: int) -> None:
         """Record the copy of a tensor to host memory."""
-        self._leaving[id(tensor.storage)] = self._copy(source, target, nbytes)
+        self._copy(self._leaving, tensor, source, target, nbytes)
 
     def copy_back(self, tensor: Tensor, source: Place, target: Place, nbytes: int) -> None:
         """Record the copy of host memory into a tensor that was just allocated."""
-        self._arriving[id(tensor.storage)] = self._copy(source, target, nbytes)
+        self._copy(self._arriving, tensor, source, target, nbytes)
 
-    def _copy(self, source: Place, target: Place, nbytes: int) -> int:
-        """Record one copy, behind all that was recorded so far; the value of `copied` that says it is done."""
+    def _copy(self, pending: dict[int, int], tensor: Tensor, source: Place, target: Place, nbytes: int) -> None:
+        """Record one copy, behind all that was recorded so far. pending: gets the value of `copied` that says it is
+        done, before it is recorded: after an interrupt no copy is unknown."""
+        if self.uncovered:  # one more submit stands for all before it
+            self.recorder.open_batch()
         self.recorder.submit()
+        self.uncovered = False
+        if self._sending is not None:
+            self._send()
         if self.recorder.stream is not None:
             self.recorder.stream.obstacle = "tensors are copied on a queue of their own"
         if self._current is None:
-            self._current = self._spare.pop() if self._spare else self.device.create_command_buffer(transfer=True)
-            self._current.begin()
+            commands = self._spare.pop() if self._spare else self.device.create_command_buffer(transfer=True)
+            commands.begin()
+            self._current = commands
+        pending[id(tensor.storage)] = self.num_submits + 1
         if nbytes:
             self._current.barrier()
             self._current.copy(source[0].handle, source[1], target[0].handle, target[1], nbytes)
-        return self.num_submits + 1
 
     def submit(self) -> None:
         """Hand the recorded copies to the queue; does not wait."""
-        commands = self._current
-        if commands is None:
-            return
-        self._current = None
-        commands.end()
-        self.num_submits += 1
-        self.device.submit_copies(commands, self._wait_of_copies(), (self.copied, self.num_submits))
-        self._in_flight.append((self.num_submits, commands))
+        if self._sending is None and self._current is not None:
+            self._sending = _Copies(self._current, self.num_submits + 1, [])
+        if self._sending is not None:
+            self._send()
+
+    def _send(self) -> None:
+        """Hand `_sending` to the queue; goes on where an interrupt, or a lack of memory, stopped it."""
+        copies = self._sending
+        assert copies is not None
+        if self._current is copies.commands:
+            self._current = None
+        if copies.sent != [0]:
+            copies.sent.clear()
+            copies.commands.end()
+            signal = self.copied, copies.number
+            try:
+                self.device.submit_copies(copies.commands, self._wait_of_copies(), signal, copies.sent)
+            except OutOfDeviceMemoryError:
+                raise
+            except VkfoldError:  # the device is lost
+                self._sending = None
+                raise
+        self.num_submits = copies.number
+        if not self._in_flight or self._in_flight[-1][0] != copies.number:
+            self._in_flight.append((copies.number, copies.commands))
+        self._sending = None
         self._reclaim()
 
     def _wait_of_copies(self) -> tuple[Timeline, int]:
@@ -95,7 +128,9 @@ class TransferQueue:
         """The bytes of a storage may be used for anything from the next command on."""
         if self._arriving or self._leaving:
             key = id(storage)
-            self._require(max(self._arriving.pop(key, 0), self._leaving.pop(key, 0)))
+            self._require(max(self._arriving.get(key, 0), self._leaving.get(key, 0)))
+            self._arriving.pop(key, None)  # after it: an interrupt leaves them
+            self._leaving.pop(key, None)
 
     def _require(self, value: int) -> None:
         if value <= self.required:
@@ -108,16 +143,16 @@ class TransferQueue:
 
     def before_retire(self) -> None:
         """Open a compute batch behind all copies, where one is under way: what retires with it is used by none."""
-        if self._current is not None or self._in_flight:
+        if self._current is not None or self._sending is not None or self._in_flight:
             self.submit()
             self._require(self.num_submits)
             self.recorder.open_batch()
 
-    def submit_compute(self, commands: CommandBuffer, fence: Fence) -> None:
-        """Hand a compute batch to its queue, behind the copies it needs."""
-        self.num_compute_submits += 1
+    def submit_compute(self, commands: CommandBuffer, fence: Fence, number: int, sent: list[int]) -> None:
+        """Hand a compute batch to its queue, behind the copies it needs. number: its place among them, from 1, which
+        `num_compute_submits` becomes then. sent: as for `Device.submit`."""
         wait = (self.copied, self.required) if self.required else None
-        self.device.submit_compute(commands, fence, wait, (self.computed, self.num_compute_submits))
+        self.device.submit_compute(commands, fence, wait, (self.computed, number), sent)
 
     # -- waiting -----------------------------------------------------------------------------------------------------
     def wait(self) -> None:
@@ -125,18 +160,16 @@ class TransferQueue:
         self.submit()
         if self._in_flight:
             self.copied.wait(self.num_submits)
-            for _, commands in self._in_flight:
-                commands.reset()
-                self._spare.append(commands)
-            self._in_flight.clear()
+            while self._in_flight:
+                self._in_flight[-1][1].reset()
+                self._spare.append(self._in_flight.pop()[1])
 
     def _reclaim(self) -> None:
         if len(self._in_flight) > 8:
             reached = self.copied.value()
             while self._in_flight and self._in_flight[0][0] <= reached:
-                commands = self._in_flight.pop(0)[1]
-                commands.reset()
-                self._spare.append(commands)
+                self._in_flight[0][1].reset()
+                self._spare.append(self._in_flight.pop(0)[1])
 
     def close(self) -> None:
         """Wait for the copies and destroy what belongs to this queue."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .vulkan_binding import binding, check, struct
@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from .vulkan_device import Device, Pipeline
 
 FENCE_SLICE_NS = 500_000_000  # a wait returns to Python this often, so that Ctrl-C is seen
+
+
+def call_into(results: list[int], function: Callable[..., int], *args: Any) -> int:
+    """Call a C function and append what it returns, which is returned too. Both are one step of the interpreter: after
+    an interrupt the list tells whether the call was made."""
+    results.extend(map(function, *([arg] for arg in args)))
+    return results[-1]
 
 
 class CommandBuffer:
@@ -28,6 +35,7 @@ class CommandBuffer:
         "_compute",
         "_device",
         "_dispatch_call",
+        "_ended",
         "_host_access",
         "_host_stage",
         "_layout",
@@ -50,6 +58,7 @@ class CommandBuffer:
         self.pointer = out  # kept: submits point to it
         self.handle: Any = out[0]
         self._bound: Any = None
+        self._ended: list[int] = []  # the result of vkEndCommandBuffer
         self._layout = device.pipeline_layout
         self._bind_call = device.function("vkCmdBindPipeline")
         self._push_call = device.function("vkCmdPushConstants")
@@ -78,12 +87,13 @@ class CommandBuffer:
         check(binding().lib.vkBeginCommandBuffer(self.handle, struct("VkCommandBufferBeginInfo", flags=flags)),
               "vkBeginCommandBuffer")  # fmt: skip
         self._bound = None
+        self._ended.clear()
 
     def bind(self, pipeline: Pipeline) -> None:
         """Bind a pipeline for the dispatches that follow; free when it is bound already."""
         if pipeline is not self._bound:
-            self._bound = pipeline
             self._bind_call(self.handle, 1, pipeline.handle)  # VK_PIPELINE_BIND_POINT_COMPUTE
+            self._bound = pipeline  # after the call: an interrupt must not leave what is not bound
 
     def push(self, data: bytes) -> None:
         """Set the push constants, from offset 0. At most 128 bytes, a multiple of 4."""
@@ -122,20 +132,28 @@ class CommandBuffer:
         bottom = 0x2000  # VK_PIPELINE_STAGE_BOTTOM_OF_PIPE_BIT
         binding().lib.vkCmdWriteTimestamp(self.handle, bottom, pool.handle, index)
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether `end` has finished recording."""
+        return bool(self._ended)
+
     def end(self) -> None:
-        """Finish recording."""
-        check(binding().lib.vkEndCommandBuffer(self.handle), "vkEndCommandBuffer")
+        """Finish recording. Harmless a second time, as after an interrupt."""
+        if not self._ended:
+            call_into(self._ended, binding().lib.vkEndCommandBuffer, self.handle)
+        check(self._ended[0], "vkEndCommandBuffer")
 
     def reset(self) -> None:
         """Forget what was recorded. Must not be in flight."""
         check(binding().lib.vkResetCommandBuffer(self.handle, 0), "vkResetCommandBuffer")
         self._bound = None
+        self._ended.clear()
 
     def destroy(self) -> None:
-        """Free the command buffer. Must not be in flight. Safe to call twice."""
+        """Free the command buffer. Must not be in flight. Safe to call twice, also after an interrupt."""
         if self.handle is not None:
-            binding().lib.vkFreeCommandBuffers(self._device.handle, self._pool, 1, self.pointer)
             self.handle = None
+            binding().lib.vkFreeCommandBuffers(self._device.handle, self._pool, 1, self.pointer)
 
 
 class PreparedSubmit:
@@ -194,11 +212,11 @@ class Fence:
         check(binding().lib.vkResetFences(self._device.handle, 1, self._pointer), "vkResetFences")
 
     def destroy(self) -> None:
-        """Destroy the fence. Must not be in flight. Safe to call twice."""
-        if self.handle is not None:
-            lib, _, _, null = binding()
-            lib.vkDestroyFence(self._device.handle, self.handle, null)
-            self.handle = None
+        """Destroy the fence. Must not be in flight. Safe to call twice, also after an interrupt."""
+        lib, _, _, null = binding()
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            lib.vkDestroyFence(self._device.handle, handle, null)
 
 
 class QueryPool:
@@ -227,8 +245,8 @@ class QueryPool:
         return [(values[i] & mask) * physical.timestamp_period * 1e-9 for i in range(count)]
 
     def destroy(self) -> None:
-        """Destroy the pool. Safe to call twice."""
-        if self.handle is not None:
-            lib, _, _, null = binding()
-            lib.vkDestroyQueryPool(self._device.handle, self.handle, null)
-            self.handle = None
+        """Destroy the pool. Safe to call twice, also after an interrupt."""
+        lib, _, _, null = binding()
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            lib.vkDestroyQueryPool(self._device.handle, handle, null)

@@ -10,7 +10,7 @@ from .errors import OutOfDeviceMemoryError, VkfoldError
 from .physical_device import PhysicalDevice
 from .pipeline_cache import load_cache, save_cache
 from .vulkan_binding import binding, check, link, string_array, struct
-from .vulkan_commands import CommandBuffer, Fence, PreparedSubmit, QueryPool
+from .vulkan_commands import CommandBuffer, Fence, PreparedSubmit, QueryPool, call_into
 from .vulkan_describe import (
     BFLOAT_EXTENSION,
     FEATURES_1_2,
@@ -287,19 +287,20 @@ class Device:
             ) from None
 
     def destroy_buffer(self, buffer: Buffer) -> None:
-        """Destroy a buffer that no submit in flight uses. Its mapping dies with it. Safe to call twice."""
-        if buffer.handle is None:
-            return
+        """Destroy a buffer that no submit in flight uses. Its mapping dies with it. Safe to call twice, also after an
+        interrupt."""
         lib, _, _, null = binding()
-        if buffer.mapping is not None:
-            lib.vkUnmapMemory(self.handle, buffer.memory)
-            buffer.mapping = None
-        lib.vkDestroyBuffer(self.handle, buffer.handle, null)
-        lib.vkFreeMemory(self.handle, buffer.memory, null)
+        handle, buffer.handle = buffer.handle, None
+        if handle is None:
+            return
         self.num_buffers -= 1
         self.buffer_bytes -= buffer.memory_bytes
-        buffer.handle = buffer.memory = None
-        buffer.address = 0
+        memory, buffer.memory, buffer.address = buffer.memory, None, 0
+        if buffer.mapping is not None:
+            buffer.mapping = None
+            lib.vkUnmapMemory(self.handle, memory)
+        lib.vkDestroyBuffer(self.handle, handle, null)
+        lib.vkFreeMemory(self.handle, memory, null)
 
     # -- pipelines ---------------------------------------------------------------------------------------------------
     def create_pipeline(
@@ -323,11 +324,11 @@ class Device:
         return pipeline
 
     def destroy_pipeline(self, pipeline: Pipeline) -> None:
-        """Destroy a pipeline that no submit in flight uses. Safe to call twice."""
-        if pipeline.handle is not None:
-            lib, _, _, null = binding()
-            lib.vkDestroyPipeline(self.handle, pipeline.handle, null)
-            pipeline.handle = None
+        """Destroy a pipeline that no submit in flight uses. Safe to call twice, also after an interrupt."""
+        lib, _, _, null = binding()
+        handle, pipeline.handle = pipeline.handle, None
+        if handle is not None:
+            lib.vkDestroyPipeline(self.handle, handle, null)
 
     def save_pipeline_cache(self) -> None:
         """Write the pipeline cache to disk if it grew; a folder that cannot be written is only logged."""
@@ -364,27 +365,31 @@ class Device:
             raise VkfoldError(f"the compute queue of {self.physical.name} writes no timestamps")
         return QueryPool(self, count)
 
-    def submit(self, commands: CommandBuffer, fence: Fence) -> None:
-        """Hand a finished command buffer to the queue. Raises DeviceLostError, OutOfDeviceMemoryError."""
+    def submit(self, commands: CommandBuffer, fence: Fence, sent: list[int] | None = None) -> None:
+        """Hand a finished command buffer to the queue. Raises DeviceLostError, OutOfDeviceMemoryError.
+
+        sent: gets the driver's result with the call itself. After an interrupt it is [0] when the queue has the
+        commands, and something else when it has not.
+        """
         info = self._submit_info
         info.pCommandBuffers = commands.pointer
-        result = self._submit_call(self.queue, 1, info, fence.handle)
-        if result:
-            check(result, "vkQueueSubmit")
+        sent = [] if sent is None else sent
+        check(call_into(sent, self._submit_call, self.queue, 1, info, fence.handle), "vkQueueSubmit")
 
-    def submit_compute(self, commands: CommandBuffer, fence: Fence, wait: Point | None, signal: Point) -> None:
+    def submit_compute(
+        self, commands: CommandBuffer, fence: Fence, wait: Point | None, signal: Point, sent: list[int]
+    ) -> None:
         """`submit`, behind a value of a timeline, and with a value that it raises another to."""
-        submit_ordered(self.queue, commands, fence, wait, signal)
+        submit_ordered(self.queue, commands, fence, wait, signal, sent)
 
-    def submit_copies(self, commands: CommandBuffer, wait: Point, signal: Point) -> None:
+    def submit_copies(self, commands: CommandBuffer, wait: Point, signal: Point, sent: list[int]) -> None:
         """The same on the queue for copies."""
-        submit_ordered(self._copy_queue, commands, None, wait, signal)
+        submit_ordered(self._copy_queue, commands, None, wait, signal, sent)
 
-    def submit_prepared(self, prepared: PreparedSubmit, fence: Fence) -> None:
-        """Hand several command buffers to the queue, in order, one after another. Raises as `submit` does."""
-        result = self._submit_call(self.queue, prepared.count, prepared.infos, fence.handle)
-        if result:
-            check(result, "vkQueueSubmit")
+    def submit_prepared(self, prepared: PreparedSubmit, fence: Fence, sent: list[int]) -> None:
+        """Hand several command buffers to the queue, in order, one after another. As `submit`."""
+        count, infos = prepared.count, prepared.infos
+        check(call_into(sent, self._submit_call, self.queue, count, infos, fence.handle), "vkQueueSubmit")
 
     def wait_idle(self) -> None:
         """Wait for all queues. Raises nothing: an error (device lost) must not keep the caller from letting go."""

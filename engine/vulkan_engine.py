@@ -229,8 +229,14 @@ class VulkanEngine(PooledEngine):
 
     def set_step_parameters(self, parameters: StepParameters) -> None:
         """Values that ops recorded from now on read."""
-        super().set_step_parameters(parameters)
-        self.recorder.write(self._step_buffer, 0, parameters.pack())
+        before = self.step_parameters
+        try:
+            super().set_step_parameters(parameters)
+            self.recorder.write(self._step_buffer, 0, parameters.pack())
+        except BaseException:  # an interrupt: it may be recorded or not
+            self.step_parameters = before
+            self.recorder.write(self._step_buffer, 0, before.pack())
+            raise
 
     # -- host data ---------------------------------------------------------------------------------------------------
     def _write(self, tensor: Tensor, data: np.ndarray) -> None:
@@ -352,10 +358,14 @@ class VulkanEngine(PooledEngine):
         return self.instance.messages
 
     def close(self) -> None:
-        """Wait for the device and give everything back. Tensors of this engine are dead afterwards."""
-        if self.closed:
+        """Wait for the device and give everything back. Tensors of this engine are dead afterwards.
+
+        Harmless a second time; goes on where an interrupt stopped it.
+        """
+        if self.closed and self.instance.handle is None:
             return
-        self.check_open()
+        if not self.closed:
+            self.check_open()
         self.closed = True
         if self.fusion is not None:
             self.fusion.discard()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .vulkan_binding import binding, check, link, struct
-from .vulkan_commands import FENCE_SLICE_NS, CommandBuffer, Fence
+from .vulkan_commands import FENCE_SLICE_NS, CommandBuffer, Fence, call_into
 
 if TYPE_CHECKING:
     from .vulkan_device import Device
@@ -48,19 +48,24 @@ class Timeline:
                 return
 
     def destroy(self) -> None:
-        """Destroy it. No submit in flight may use it. Safe to call twice."""
-        if self.handle is not None:
-            lib, _, _, null = binding()
-            lib.vkDestroySemaphore(self._device.handle, self.handle, null)
-            self.handle = None
+        """Destroy it. No submit in flight may use it. Safe to call twice, also after an interrupt."""
+        lib, _, _, null = binding()
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            lib.vkDestroySemaphore(self._device.handle, handle, null)
 
 
 def submit_ordered(
-    queue: Any, commands: CommandBuffer, fence: Fence | None, wait: Point | None, signal: Point | None
+    queue: Any,
+    commands: CommandBuffer,
+    fence: Fence | None,
+    wait: Point | None,
+    signal: Point | None,
+    sent: list[int],
 ) -> None:
     """Hand a command buffer to a queue: it starts once `wait` is reached, and raises `signal` when it has finished.
 
-    Both cover all memory accesses. Raises DeviceLostError, OutOfDeviceMemoryError.
+    Both cover all memory accesses. sent: as for `Device.submit`. Raises DeviceLostError, OutOfDeviceMemoryError.
     """
     lib, ffi, _, null = binding()
     points = struct("VkTimelineSemaphoreSubmitInfo")
@@ -78,5 +83,5 @@ def submit_ordered(
         info.signalSemaphoreCount, info.pSignalSemaphores = 1, semaphores
         points.signalSemaphoreValueCount, points.pSignalSemaphoreValues = 1, values
         keep += [semaphores, values]
-    check(lib.vkQueueSubmit(queue, 1, info, null if fence is None else fence.handle), "vkQueueSubmit")
+    check(call_into(sent, lib.vkQueueSubmit, queue, 1, info, null if fence is None else fence.handle), "vkQueueSubmit")
     del keep

@@ -233,9 +233,13 @@ class StepReplay:
         on_pools: Callable[[str, int, dict[str, Any]], None] | None,
         while_running: Callable[[], object] | None,
     ) -> list[np.ndarray]:
-        """Submit a captured step with new inputs, wait for it; its results, float32."""
+        """Submit a captured step with new inputs, wait for it; its results, float32.
+
+        Counts the update as the device makes it, also where an interrupt comes in between.
+        """
         capture, engine = captured.capture, self.engine
         assert capture is not None
+        capture.sent = []
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] is capture and ahead[1] is batches:
             capture.turn()
@@ -244,9 +248,13 @@ class StepReplay:
         inputs = capture.inputs
         for i, values in enumerate(parameters):
             inputs[Input("parameters", i)][:] = values.pack()
-        results = capture.submit()
+        try:
+            results = capture.submit()
+        finally:
+            if capture.sent == [0]:
+                self.optimizer.num_updates += 1
+                engine.step_parameters = parameters[-1]
         self.replayer.stats.replayed += 1
-        engine.step_parameters = parameters[-1]
         engine.offloaded_bytes += captured.offloaded_bytes
         engine.restored_bytes += captured.restored_bytes
         if on_pools is not None:

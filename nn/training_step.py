@@ -330,7 +330,6 @@ class TrainingStep:
         parameters: Sequence[StepParameters],
         num_valid: int,
     ) -> StepResult:
-        self.optimizer.num_updates += 1
         results = replay.run(captured, micro_batches, parameters, self.on_pools, self._meanwhile())
         if self.fused_update:
             return self._fused_result(FusedReport.of(captured.names, results[0]), num_valid, replayed=True)

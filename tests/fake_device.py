@@ -77,10 +77,11 @@ class FakeCommands:
         self.device = device
         self.items: list[Any] = []
         self.in_flight = 0
+        self.is_ended = False
 
     def begin(self, one_time: bool = False) -> None:
         assert not self.in_flight, "a command buffer is recorded anew while it is in flight"
-        self.items = []
+        self.items, self.is_ended = [], False
 
     def barrier(self) -> None:
         self.items.append(Barrier())
@@ -88,11 +89,11 @@ class FakeCommands:
     host_barrier = barrier
 
     def end(self) -> None:
-        pass
+        self.is_ended = True
 
     def reset(self) -> None:
         assert not self.in_flight, "a command buffer is reset while it is in flight"
-        self.items = []
+        self.items, self.is_ended = [], False
 
     def destroy(self) -> None:
         self.reset()
@@ -198,17 +199,20 @@ class FakeDevice:
         assert not any(self.streams.values()), "the device is destroyed with work under way"
 
     # -- submits -----------------------------------------------------------------------------------------------------
-    def submit(self, commands: FakeCommands, fence: FakeFence) -> None:
+    def submit(self, commands: FakeCommands, fence: FakeFence, sent: list[int]) -> None:
         self._enqueue(COMPUTE, commands, None, None, fence)
+        sent.append(0)
 
     def wait_idle(self) -> None:
         """Waits for nothing here, so that a wait left out before it shows."""
 
-    def submit_compute(self, commands: FakeCommands, fence: FakeFence, wait: Any, signal: Any) -> None:
+    def submit_compute(self, commands: FakeCommands, fence: FakeFence, wait: Any, signal: Any, sent: list[int]) -> None:
         self._enqueue(COMPUTE, commands, wait, signal, fence)
+        sent.append(0)
 
-    def submit_copies(self, commands: FakeCommands, wait: Any, signal: Any) -> None:
+    def submit_copies(self, commands: FakeCommands, wait: Any, signal: Any, sent: list[int]) -> None:
         self._enqueue(COPIES, commands, wait, signal, None)
+        sent.append(0)
 
     def _enqueue(self, queue: str, commands: FakeCommands, wait: Any, signal: Any, fence: FakeFence | None) -> None:
         stream = self.streams[queue]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vkfold.engine.batch import Batch
 from vkfold.engine.matmul_choice import MatmulChooser
 from vkfold.engine.matmul_variants import variants
 from vkfold.engine.ops.attention import attention_calls
@@ -17,7 +18,7 @@ from vkfold.engine.ops.matmul import layout_of
 from vkfold.engine.ops.matmul_check import checked
 from vkfold.engine.ops.matmul_tuner import tune_product
 from vkfold.engine.profiler import OpProfiler
-from vkfold.engine.recorder import Batch, Recorder
+from vkfold.engine.recorder import Recorder
 from vkfold.engine.tensor import TensorSpec
 from vkfold.engine.vulkan_api import Device, Fence, QueryPool
 from vkfold.engine.vulkan_engine import VulkanEngine
@@ -54,9 +55,9 @@ def interrupter(monkeypatch: pytest.MonkeyPatch) -> Interrupter:
             raise KeyboardInterrupt
         return wait(fence, timeout)
 
-    def submits(device: Device, commands: Any, fence: Fence) -> None:
+    def submits(device: Device, commands: Any, fence: Fence, sent: list[int] | None = None) -> None:
         noted.running.append(fence)
-        submit(device, commands, fence)
+        submit(device, commands, fence, sent)
 
     def resets(fence: Fence) -> None:
         noted.running.remove(fence)

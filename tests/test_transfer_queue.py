@@ -145,12 +145,13 @@ def nothing(self: TransferQueue) -> None:
     pass
 
 
-def no_barrier_between_copies(self: TransferQueue, source: Any, target: Any, nbytes: int) -> int:
-    value = COPY(self, source, target, nbytes)
+def no_barrier_between_copies(
+    self: TransferQueue, pending: Any, tensor: Any, source: Any, target: Any, nbytes: int
+) -> None:
+    COPY(self, pending, tensor, source, target, nbytes)
     commands: Any = self._current
     if nbytes:
         del commands.items[-2]
-    return value
 
 
 BEFORE_USE, COPY, RETIRE = TransferQueue.before_use, TransferQueue._copy, Recorder.retire

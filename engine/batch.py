@@ -1,0 +1,26 @@
+"""One submit of the recorder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .vulkan_api import Buffer, CommandBuffer, Fence
+
+
+class Batch:
+    """One submit: its command buffer, and what may be destroyed or reused once its fence has signalled.
+
+    sent: [0] once the queue has it. finished: its fence has signalled, and may be reset by now.
+    """
+
+    __slots__ = ("commands", "fence", "finished", "number", "retired", "sent", "staging", "work")
+
+    def __init__(self, commands: CommandBuffer | None, fence: Fence) -> None:
+        self.commands: Any = commands  # None: a replay, whose command buffers stay recorded
+        self.fence = fence
+        self.sent: list[int] = []
+        self.number = 0  # among compute submits, where there is a queue for copies
+        self.finished = False
+        self.retired: list[Buffer | CommandBuffer | Fence] = []
+        self.staging: list[Buffer] = []
+        self.work = 0.0
