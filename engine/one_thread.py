@@ -95,8 +95,13 @@ class OneThread:
         self._thread = weakref.ref(threading.current_thread())
         self._thread_id = get_ident()
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a child process's copy of an engine of its parent."""
+        return self._thread_id == _FORKED
+
     def _check_fork(self) -> None:
-        if self._thread_id == _FORKED:
+        if self.is_forked:
             raise RuntimeError(f"the engine {self.label} was made before a fork: make an engine in the child process")
 
     def _after_fork(self) -> None:

@@ -216,6 +216,7 @@ class Fence:
         lib, _, _, null = binding()
         handle, self.handle = self.handle, None
         if handle is not None:
+            self._device.live.discard(self)
             lib.vkDestroyFence(self._device.handle, handle, null)
 
 

@@ -68,6 +68,7 @@ class Device:
         self.max_allocation_bytes = physical.max_allocation_bytes
         self.num_buffers = 0
         self.buffer_bytes = 0
+        self.live: set[Buffer | Fence] = set()  # what goes with the device at the latest
         self.num_pipelines_made = 0
         self._functions: dict[str, Any] = {}
         self.command_pool = self.transfer_pool = binding().null  # destroying null is allowed
@@ -250,6 +251,7 @@ class Device:
             if memory is not None:
                 lib.vkFreeMemory(self.handle, memory, null)
             raise
+        self.live.add(buffer)
         self.num_buffers += 1
         self.buffer_bytes += buffer.memory_bytes
         return buffer
@@ -293,6 +295,7 @@ class Device:
         handle, buffer.handle = buffer.handle, None
         if handle is None:
             return
+        self.live.discard(buffer)
         self.num_buffers -= 1
         self.buffer_bytes -= buffer.memory_bytes
         memory, buffer.memory, buffer.address = buffer.memory, None, 0
@@ -357,7 +360,9 @@ class Device:
 
     def create_fence(self) -> Fence:
         """A new unsignalled fence."""
-        return Fence(self)
+        fence = Fence(self)
+        self.live.add(fence)
+        return fence
 
     def create_query_pool(self, count: int) -> QueryPool:
         """A pool of timestamps. Raises VkfoldError where the queue writes none."""
@@ -396,11 +401,17 @@ class Device:
         binding().lib.vkDeviceWaitIdle(self.handle)
 
     def destroy(self) -> None:
-        """Save the pipeline cache and destroy the device, whose buffers and pipelines are gone. Safe to call twice."""
+        """Save the pipeline cache and destroy the device, whose pipelines are gone, with the buffers and fences that
+        nobody destroyed. Safe to call twice."""
         if self.handle is None:
             return
         lib, _, _, null = binding()
         self.wait_idle()
+        for thing in list(self.live):
+            if isinstance(thing, Buffer):
+                self.destroy_buffer(thing)
+            else:
+                thing.destroy()
         self.save_pipeline_cache()
         lib.vkDestroyPipelineCache(self.handle, self._cache, null)
         lib.vkDestroyPipelineLayout(self.handle, self.pipeline_layout, null)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -378,3 +379,14 @@ class VulkanEngine(PooledEngine):
         self.device.destroy_buffer(self._step_buffer)
         self.device.destroy()
         self.instance.destroy()
+
+    def __del__(self) -> None:
+        # Nobody has the engine any more, nor a tensor of it, so no thread can be using it: `close` may run here. A
+        # forked child must not touch the parent's device, and what lives until the end goes with the process.
+        if self.closed or self.is_forked or sys.is_finalizing():
+            return
+        try:
+            self._own()
+            self.close()
+        except Exception as error:
+            switches.logger.warning("an engine that nobody has any more could not be closed: %s", str(error))
