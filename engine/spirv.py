@@ -1,5 +1,5 @@
-"""Passes over SPIR-V words: float arithmetic must not be contracted, so that bits do not depend on a driver's taste;
-16-bit floats may become bfloat16, a type that the compiler's GLSL does not have.
+"""Passes over SPIR-V words. Float arithmetic must not be contracted, and NaN, infinities and zeros are kept, so that
+bits do not depend on a driver's taste. 16-bit floats may become bfloat16, which the compiler's GLSL does not have.
 
 Format: SPIR-V specification, section 2.3 (physical layout): five header words, then instructions whose first word is
 (length << 16) | opcode.
@@ -14,6 +14,7 @@ import numpy as np
 _MAGIC = 0x07230203
 _HEADER_WORDS = 5
 _OP_DECORATE = 71
+_OP_ENTRY_POINT, _OP_EXECUTION_MODE = 15, 16
 _OP_EXTENSION, _OP_CAPABILITY, _OP_TYPE_FLOAT, _OP_CONSTANT, _OP_SPEC_CONSTANT = 10, 17, 22, 43, 50
 _NO_CONTRACTION = 42
 # SPIR-V 1.6, 3.52.13 (arithmetic): result id in word 2
@@ -33,6 +34,8 @@ _FLOAT_OPS = {
     147: "OuterProduct",
     148: "Dot",
 }
+# SignedZeroInfNanPreserve, a capability and an execution mode of SPIR-V 1.4
+_SPECIAL_VALUES, _SPECIAL_VALUES_MODE = 4466, 4461
 # SPV_KHR_bfloat16, revision 1; the encoding is a third operand of OpTypeFloat
 _FLOAT16, _BFLOAT16_TYPE, _BFLOAT16_MATRIX, _BFLOAT16_ENCODING = 9, 5116, 5118, 0
 _BFLOAT16_EXTENSION = "SPV_KHR_bfloat16"
@@ -79,6 +82,27 @@ def add_no_contraction(spirv: bytes) -> bytes:
     decorations = [word for result, _ in missing for word in ((3 << 16) | _OP_DECORATE, result, _NO_CONTRACTION)]
     words = _words(spirv)
     return np.concatenate([words[:place], np.array(decorations, np.uint32), words[place:]]).tobytes()
+
+
+def preserve_special_values(spirv: bytes) -> bytes:
+    """The module with zeros of both signs, infinities and NaN of float32 kept as IEEE 754 has them.
+
+    Without this execution mode a driver may compute as if there were none (Vulkan specification, appendix "Vulkan
+    Environment for SPIR-V"): Mesa 26 makes x - x zero. For devices with shaderSignedZeroInfNanPreserveFloat32. Only the
+    first instructions are gone through, since it is done for each pipeline.
+    """
+    words = _words(spirv)
+    capability: int | None = None
+    for position, opcode, each in instructions(spirv):
+        if opcode != _OP_CAPABILITY and capability is None:
+            capability = position
+        if opcode == _OP_ENTRY_POINT:
+            after = position + len(each)
+            mode = [4 << 16 | _OP_EXECUTION_MODE, int(each[2]), _SPECIAL_VALUES_MODE, 32]
+            declared = [2 << 16 | _OP_CAPABILITY, _SPECIAL_VALUES]
+            parts = words[:capability], declared, words[capability:after], mode, words[after:]
+            return np.concatenate([np.asarray(part, np.uint32) for part in parts]).tobytes()
+    raise ValueError("a SPIR-V module without an entry point")
 
 
 def _extension(name: str) -> list[int]:

@@ -50,11 +50,12 @@ def describe_device(index: int, handle: Any, function: Callable[[str], Any]) -> 
     bfloats = modern and BFLOAT_EXTENSION in extensions
     maintenance4 = modern and "VK_KHR_maintenance4" in extensions
     v11, driver = struct("VkPhysicalDeviceVulkan11Properties"), struct("VkPhysicalDeviceDriverProperties")
+    floats = struct("VkPhysicalDeviceFloatControlsProperties")
     sizes = struct("VkPhysicalDeviceSubgroupSizeControlProperties")
     buffers = struct("VkPhysicalDeviceMaintenance4Properties")
     properties = struct("VkPhysicalDeviceProperties2")
     if modern:
-        link(properties, v11, driver, sizes if control else None, buffers if maintenance4 else None)
+        link(properties, v11, driver, floats, sizes if control else None, buffers if maintenance4 else None)
     lib.vkGetPhysicalDeviceProperties2(handle, properties)
     f12, fcontrol = (
         struct("VkPhysicalDeviceVulkan12Features"),
@@ -108,6 +109,7 @@ def describe_device(index: int, handle: Any, function: Callable[[str], Any]) -> 
         max_shared_bytes=limits.maxComputeSharedMemorySize,
         max_push_bytes=limits.maxPushConstantsSize,
         max_allocation_bytes=allocation,
+        preserves_special_values=bool(floats.shaderSignedZeroInfNanPreserveFloat32),
         timestamp_period=limits.timestampPeriod,
         compute_family=family,
         timestamp_bits=queues[family].timestamp_bits if family is not None else 0,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import VkfoldError
 from .physical_device import PhysicalDevice
+from .spirv import preserve_special_values
 from .vulkan_binding import binding, check, struct
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def make_pipeline(
         )
     if push_bytes > PUSH_BYTES:
         raise VkfoldError(f"kernel {name!r}: {push_bytes} bytes of push constants, at most {PUSH_BYTES} are portable")
+    if device.physical.preserves_special_values:
+        spirv = preserve_special_values(spirv)
     # Each object that a struct points to stays in a local variable until the pipeline exists: a struct nested by
     # value (info.stage) is copied, and the copy keeps nothing alive.
     code = ffi.from_buffer("uint32_t[]", spirv)
