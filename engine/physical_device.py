@@ -109,7 +109,7 @@ class PhysicalDevice:
     max_shared_bytes: int = 32768
     max_push_bytes: int = 128
     max_allocation_bytes: int = 2**30
-    preserves_special_values: bool = False  # shaderSignedZeroInfNanPreserveFloat32: on request
+    preserves_special_values: bool = False  # NaN, infinities and signed zeros of float32, when it is asked to
     timestamp_period: float = 1.0  # nanoseconds a tick
     compute_family: int | None = 0
     timestamp_bits: int = 64

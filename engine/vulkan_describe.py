@@ -82,7 +82,7 @@ def describe_device(index: int, handle: Any, function: Callable[[str], Any]) -> 
     queues = _queue_families(handle)
     family = compute_family(queues)
     can_order = "timelineSemaphore" in names
-    limits = base.limits
+    limits, named = base.limits, _driver_name(driver)
     allocation = v11.maxMemoryAllocationSize if modern else 2**30
     if maintenance4 and buffers.maxBufferSize:
         allocation = min(allocation, buffers.maxBufferSize)
@@ -94,7 +94,7 @@ def describe_device(index: int, handle: Any, function: Callable[[str], Any]) -> 
         name=text(base.deviceName),
         type=TYPES[base.deviceType] if base.deviceType < len(TYPES) else "other",
         uuid=bytes(v11.deviceUUID).hex(),
-        driver_name=_driver_name(driver),
+        driver_name=named,
         driver_info=text(driver.driverInfo),
         driver_version=base.driverVersion,
         vendor_id=base.vendorID,
@@ -109,7 +109,8 @@ def describe_device(index: int, handle: Any, function: Callable[[str], Any]) -> 
         max_shared_bytes=limits.maxComputeSharedMemorySize,
         max_push_bytes=limits.maxPushConstantsSize,
         max_allocation_bytes=allocation,
-        preserves_special_values=bool(floats.shaderSignedZeroInfNanPreserveFloat32),
+        # SwiftShader keeps them anyway, and computes exp of a constant wrongly when it is told to.
+        preserves_special_values=bool(floats.shaderSignedZeroInfNanPreserveFloat32) and named != "SwiftShader",
         timestamp_period=limits.timestampPeriod,
         compute_family=family,
         timestamp_bits=queues[family].timestamp_bits if family is not None else 0,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vkfold.engine import vulkan_pipeline
-from vkfold.engine.expr import variables
+from vkfold.engine.expr import constant, exp, logistic, tanh, variables
 from vkfold.engine.glsl_compiler import compile_glsl
 from vkfold.engine.spirv import instructions, preserve_special_values
 from vkfold.engine.vulkan_engine import VulkanEngine
@@ -51,8 +51,6 @@ def test_pipelines_ask_for_it_where_the_device_can(
 
 def test_what_is_not_finite_is_not_folded_away(vulkan: VulkanEngine) -> None:
     """x - x and 0 x of NaN and infinities are NaN; -0 + -0 keeps its sign."""
-    if not vulkan.device.physical.preserves_special_values:
-        pytest.skip(f"{vulkan.name} cannot be told to")
     (x,) = variables("x")
     values = np.array([np.nan, np.inf, -np.inf, 1.0, -0.0], np.float32)
     with np.errstate(invalid="ignore"):
@@ -61,3 +59,12 @@ def test_what_is_not_finite_is_not_folded_away(vulkan: VulkanEngine) -> None:
             nan = np.isnan(expected)
             assert np.array_equal(np.isnan(got), nan)
             assert np.array_equal(got[~nan].view(np.uint32), expected[~nan].view(np.uint32))
+
+
+def test_functions_of_constants_keep_their_values(vulkan: VulkanEngine) -> None:
+    """What a driver works out ahead when it is told to keep special values is what it would compute."""
+    (x,) = variables("x")
+    values = np.linspace(-2, 2, 101, dtype=np.float32)
+    for root, number in ((exp(constant(-1.0)), np.exp(-1)), (tanh(constant(0.0)), 0), (logistic(constant(0.0)), 0.5)):
+        got = vulkan.map(x + root, x=vulkan.tensor(values)).numpy()
+        np.testing.assert_allclose(got, values + number, rtol=0, atol=1e-6)
