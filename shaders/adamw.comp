@@ -1,9 +1,9 @@
-// AdamW on one tensor, four elements an invocation.
+// AdamW on one tensor, four elements a piece.
 #include "rows.glsl"
 #include "adamw.glsl"
 
-void main() {
-    const uint i = linear_index(), n = args.n;
+void piece(uint i) {
+    const uint n = args.n;
     if (i > (n - 1) / 4) return;
     float clip = 1.0;
     if (args.has_state != 0) {
@@ -17,3 +17,5 @@ void main() {
     store4(args.v, 0, c, n, v);
     store4(args.p, 0, c, n, p);
 }
+
+#include "pieces.glsl"

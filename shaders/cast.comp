@@ -1,5 +1,5 @@
 // Converts a flat array; SOURCE and TARGET are 0 float32, 1 float16, 2 bfloat16, 3 int32. 16-bit elements lie two in a
-// word; source_start (0 or 1) says in which half of its first word the source begins. One invocation makes two elements.
+// word; source_start (0 or 1) says in which half of its first word the source begins. A piece is two elements.
 #include "float_bits.glsl"
 
 uint read_float(uint i) { // element i as float32 bits
@@ -30,8 +30,7 @@ uint convert(uint i) {
 #endif
 }
 
-void main() {
-    const uint word = group_index() * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
+void piece(uint word) {
     if (word > (args.n - 1) >> 1) return;
     const uint i = 2 * word;
     const bool second = i + 1 < args.n;
@@ -44,3 +43,5 @@ void main() {
     if (second) args.y.v[i + 1] = convert(i + 1);
 #endif
 }
+
+#include "pieces.glsl"

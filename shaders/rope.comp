@@ -1,4 +1,4 @@
-// Rotates pairs of columns in place: (a, b) -> (a cos - b sin, a sin + b cos). An invocation reads cos and sin of its
+// Rotates pairs of columns in place: (a, b) -> (a cos - b sin, a sin + b cos). A piece reads cos and sin of its
 // columns once and goes over HEADS heads of one row. INTERLEAVED: four columns, pairs 2i and 2i + 1 of a head; else four
 // columns i and those half a head further.
 #include "rows.glsl"
@@ -7,11 +7,11 @@
 float table_at(F32 table, uint start, uint pair) { return pair < args.half_dim ? table.v[start + pair] : 0.0; }
 #endif
 
-void main() {
+void piece(uint index) {
     const uint half_dim = args.half_dim, head_dim = 2 * half_dim;
     const uint quads = INTERLEAVED != 0 ? (half_dim + 1) / 2 : (half_dim + 3) / 4;
     const uint head_groups = (args.num_heads + HEADS - 1) / HEADS;
-    const uint rest = linear_index() / quads, quad = linear_index() - rest * quads;
+    const uint rest = index / quads, quad = index - rest * quads;
     const uint row = rest / head_groups, first_head = (rest - row * head_groups) * HEADS;
     if (row >= args.num_rows) return;
     const uint end_head = min(args.num_heads, first_head + HEADS);
@@ -39,3 +39,5 @@ void main() {
 #endif
     }
 }
+
+#include "pieces.glsl"

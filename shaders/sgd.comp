@@ -1,9 +1,9 @@
-// SGD on one tensor, four elements an invocation.
+// SGD on one tensor, four elements a piece.
 #include "rows.glsl"
 #include "sgd.glsl"
 
-void main() {
-    const uint i = linear_index(), n = args.n;
+void piece(uint i) {
+    const uint n = args.n;
     if (i > (n - 1) / 4) return;
     float clip = 1.0;
     if (args.has_state != 0) {
@@ -21,3 +21,5 @@ void main() {
 #endif
     store4(args.p, 0, c, n, p);
 }
+
+#include "pieces.glsl"

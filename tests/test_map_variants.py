@@ -11,14 +11,17 @@ import pytest
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.errors import BadInputError, VkfoldError
 from vkfold.engine.expr import exp, variables
-from vkfold.engine.kernel import Kernel
+from vkfold.engine.kernel import Kernel, read_shader
 from vkfold.engine.map_choice import MapChooser, select_for, tuning_key
 from vkfold.engine.map_kernel import MapKernel
 from vkfold.engine.map_variants import MapVariant, map_variants
 from vkfold.engine.matmul_variants import Capabilities
 from vkfold.engine.op import OPS
+from vkfold.engine.ops import piece_kernels
 from vkfold.engine.ops.elementwise import MapOp
 from vkfold.engine.ops.map_tuner import MapCall, tune_map
+from vkfold.engine.ops.piece_kernels import PieceOp, right_pieces, tune_pieces
+from vkfold.engine.plan_engine import PlanEngine
 from vkfold.engine.tensor import Tensor, TensorSpec
 from vkfold.engine.variant_cache import TuningTable
 from vkfold.engine.variant_choice import forced_variant
@@ -250,3 +253,68 @@ def test_each_kernel_is_checked_once(untuned: VulkanEngine, monkeypatch: pytest.
             added(second)
             with forced_variant("64x1", "map"):
                 added(second)
+
+
+# -- kernels by hand that go from piece to piece -----------------------------------------------------------------------
+def by_hand(engine: VulkanEngine) -> list[Tensor]:
+    """A look-up, rope, casts and updates, with and without 16-byte loads; words of two elements begin in the middle."""
+    ids = engine.tensor(np.random.default_rng(0).integers(0, 9, 700).astype(np.int32))
+    x, cos = engine.tensor(values(60, 44).reshape(2, 30, 44)), engine.tensor(values(40, 12))
+    made = [engine.embedding(engine.tensor(values(9, 5)), ids), x]
+    engine.rope_(x, cos, cos, num_heads=1, head_dim=24, position_offset=7)
+    half = engine.cast(engine.tensor(values(4099)), "float16")
+    part = Tensor(engine, TensorSpec((4097,), "float16"), half.storage, half.offset + 2)
+    made.append(engine.cast(part, "float32"))
+    p, g, m, v = (engine.tensor(np.abs(values(4096, seed=seed))) for seed in range(4))
+    engine.adamw_(p, g, m, v)
+    q, h, b = (engine.tensor(values(4099, seed=seed)) for seed in range(3))
+    engine.sgd_(q, h, b, momentum=0.5)
+    return [*made, p, m, v, q, b]
+
+
+def test_every_variant_of_kernels_by_hand_gives_the_same_bits(vulkan: VulkanEngine) -> None:
+    family = map_variants("", vulkan.recorder.max_invocations)
+    found = {}
+    for variant in family:
+        with forced_variant(variant.name, "map"):
+            found[variant.name] = list(map(bits, by_hand(vulkan)))
+    base = found.pop(family[-1].name)
+    for name, got in found.items():
+        for i, (one, other) in enumerate(zip(got, base, strict=True)):
+            assert np.array_equal(one, other), (name, i)
+
+
+@pytest.mark.parametrize("op", ["embedding", "rope_", "cast", "adamw_", "sgd_"])
+def test_the_case_of_each_kernel_by_hand_shows_a_wrong_variant(
+    untuned: VulkanEngine, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """One that leaves out the last step; one that does not is found to be right."""
+    chooser = MapChooser.of(untuned.recorder)
+    right = piece_kernels.variant_of
+
+    def damaged(kernel: Kernel, choice: MapVariant) -> Kernel:
+        twin = right(kernel, choice).specialized("")
+        if choice.name == "256x2":
+            for name in ("glsl", "digest"):
+                twin.__dict__.pop(name, None)
+            twin._source = read_shader(kernel._source).replace("turn < STEPS;", "turn + 1u < max(STEPS, 2u);")
+            assert "max(STEPS" in twin._source
+        return twin
+
+    monkeypatch.setattr(piece_kernels, "variant_of", damaged)
+    for kernel in OPS[op].kernels():
+        assert right_pieces(untuned.recorder, chooser, kernel, MapVariant(kernel.name, 64, 4)), kernel.name
+        assert not right_pieces(untuned.recorder, chooser, kernel, MapVariant(kernel.name, 256, 2)), kernel.name
+    assert set(chooser.table.barred) == {f"{kernel.name}_256x2" for kernel in OPS[op].kernels()}
+
+
+def test_kernels_by_hand_are_tuned(untuned: VulkanEngine) -> None:
+    """From planned tensors: nothing but their sizes and types is looked at."""
+    planned = PlanEngine()
+    table, tokens = planned.zeros((9, 12)), planned.zeros((500,), "int32")
+    op = OPS["embedding"]
+    assert isinstance(op, PieceOp)
+    call = op.piece_call((table, tokens), (planned.zeros((500, 12)),))
+    measured = tune_pieces(untuned.recorder, call, rounds=1)
+    assert measured.key == "map embedding_vec4 1500" and len(measured.seconds) > 4
+    assert MapChooser.of(untuned.recorder).table.times == {measured.key: measured.seconds}

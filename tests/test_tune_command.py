@@ -25,6 +25,7 @@ from vkfold.tools import kernel_lab, lab_ops
 from vkfold.tools.model_setup import make_model, make_optimizer, make_training_step
 from vkfold.tools.run_config import RunConfig
 from vkfold.tools.tune_calls import (
+    CallOfPieces,
     Calls,
     ElementwiseCall,
     FoldCall,
@@ -97,7 +98,7 @@ def test_calls_of_a_step_are_those_that_an_engine_launches(monkeypatch: pytest.M
     monkeypatch.setenv("VKFOLD_DEBUG", "0")
     monkeypatch.setenv("VKFOLD_FUSION", "1")
     config = RunConfig(inputs=[], d_model=16, num_layers=2, num_heads=2, seq_len=8, batch_size=2, dropout=0.1)
-    kinds = ElementwiseCall, FoldOfRows
+    kinds = ElementwiseCall, CallOfPieces, FoldOfRows
     calls = {call.key.split()[1]: n for call, n in calls_of_step(config, 64).items() if isinstance(call, kinds)}
     launched: list[str] = []
     with VulkanEngine() as engine:

@@ -133,7 +133,7 @@ def _folds_of_logistic(b: int, h: int, kv: int, s: int, d: int) -> Sequence[Bloc
 
 
 HEAD_SUBJECTS: dict[str, Subject] = {
-    "rope": Subject(HEADS, _rope_inputs, _rope, of_rope),
+    "rope": Subject(HEADS, _rope_inputs, _rope, of_rope, "map"),
     "attention": Subject(
         GROUPED_HEADS,
         _qkv,

@@ -166,6 +166,7 @@ SUBJECTS: dict[str, Subject] = {
         "TOKENSxVOCABULARYxCOLS",
         lambda rng, t, v, c: [rng.standard_normal((v, c)).astype(np.float32), _tokens(rng, t, v)],
         lambda e, table, tokens: e.embedding(table, tokens),
+        forced="map",
     ),
     "embedding_backward": Subject(
         "TOKENSxVOCABULARYxCOLS",
@@ -193,7 +194,7 @@ SUBJECTS: dict[str, Subject] = {
     "gradient_norm": Subject(
         "ELEMENTS", normal(lambda n: (n,)), lambda e, g: e.gradient_norm([g], max_norm=1.0), bounds.of_gradient_norm
     ),
-    "adamw": Subject("ELEMENTS", _moments, changed("adamw_", 0, 2, 3, weight_decay=DECAY), _ADAMW),
+    "adamw": Subject("ELEMENTS", _moments, changed("adamw_", 0, 2, 3, weight_decay=DECAY), _ADAMW, "map"),
     "adafactor": Subject(
         "ROWSxCOLS", _factored, changed("adafactor_", 0, 2, 3, weight_decay=DECAY, relative=RELATIVE), _ADAFACTOR
     ),
@@ -209,6 +210,7 @@ SUBJECTS: dict[str, Subject] = {
         normal(*[lambda n: (n,)] * 3),
         changed("sgd_", 0, 2, momentum=0.9, weight_decay=DECAY),
         bounds.of_sgd(STEP.learning_rate, DECAY),
+        "map",
     ),
 }
 

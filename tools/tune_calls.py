@@ -23,6 +23,7 @@ from ..engine.ops.map_tuner import MapCall, tune_map, unmeasured_map
 from ..engine.ops.matmul import MATMUL, layout_of
 from ..engine.ops.matmul_launch import Layout
 from ..engine.ops.matmul_tuner import tune_product
+from ..engine.ops.piece_kernels import PieceCall, PieceOp, tune_pieces, unmeasured_pieces
 from ..engine.ops.row_fold import RowFoldCalls
 from ..engine.ops.row_fold_tuner import RowFoldCall, tune_row_fold, unmeasured_fold
 from ..engine.recorder import Recorder
@@ -131,6 +132,30 @@ class ElementwiseCall(NamedTuple):
         return tune_map(gpu, self.call, rounds=rounds)
 
 
+class CallOfPieces(NamedTuple):
+    """A kernel that goes from piece to piece: a look-up, rope, a cast. work: floating-point operations."""
+
+    call: PieceCall
+    work: int
+
+    @property
+    def key(self) -> str:
+        return self.call.key
+
+    @property
+    def flops(self) -> float:
+        return float(self.work)
+
+    def chooser(self, gpu: Recorder) -> MapChooser:
+        return MapChooser.of(gpu)
+
+    def unmeasured(self, gpu: Recorder) -> str:
+        return unmeasured_pieces(gpu, self.call)
+
+    def tune(self, gpu: Recorder, rounds: int) -> Measured:
+        return tune_pieces(gpu, self.call, rounds=rounds)
+
+
 class FoldOfRows(NamedTuple):
     """A fold over rows. work: floating-point operations."""
 
@@ -185,6 +210,8 @@ def _tuned_calls(call: Call) -> list[TunedCall]:
         return [ProductCall(layout, f"{'NT'[trans_a]}{'NT'[trans_b]}")]
     if isinstance(call.op, BlockFoldCalls):
         return [FoldCall(fold) for fold in call.op.block_calls(call.inputs, call.settings)]
+    if isinstance(call.op, PieceOp) and call.settings.get("source", "") != call.settings.get("dtype"):
+        return [CallOfPieces(call.op.piece_call(call.inputs, call.outputs, **call.settings), call.cost.flops)]
     if isinstance(call.op, RowFoldCalls):
         fold, inputs, scalars = call.op.fold_of_call(call.inputs, **call.settings)
         shape, aligned = fold.rows_of((*inputs, *call.outputs))

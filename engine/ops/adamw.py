@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..kernel import Kernel
-from ..op import Op, register
+from ..op import register
 from ..step_parameters import StepParameters
 from ..tensor import Tensor, TensorSpec
-from .row_kernels import RowKernels, check_dtype_of, check_spec, column_groups, flat_groups
+from .piece_kernels import PieceCall, PieceOp, rows_by_pieces
+from .row_kernels import check_dtype_of, check_spec, column_groups
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
-    from ..recorder import Recorder
 
-KERNELS = RowKernels(
+_EXAMPLE = {"has_state": 1, "beta1": 0.9, "one_minus_beta1": 0.1, "beta2": 0.99, "one_minus_beta2": 0.01, "eps": 1e-8}
+KERNELS = rows_by_pieces(
     "adamw",
     "adamw.comp",
-    "inout row p, in row g, inout row m, inout row v, in f32 state, step, uint n, uint has_state, float beta1, "
-    "float one_minus_beta1, float beta2, float one_minus_beta2, float eps, float weight_decay",
+    "inout row p[n], in row g[n], inout row m[n], inout row v[n], in f32 state[4], step, uint n, uint has_state, "
+    "float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float eps, float weight_decay",
+    lambda pieces: (pieces, {**_EXAMPLE, "weight_decay": 0.1, "n": 4 * pieces}),
 )
 
 
@@ -51,7 +53,7 @@ def clipped(g: Any, state: Any) -> Any | None:
     return None if state[1] == 0 else g * state[0]
 
 
-class AdamWOp(Op):
+class AdamWOp(PieceOp):
     """p, m and v change in place."""
 
     name = "adamw_"
@@ -102,9 +104,8 @@ class AdamWOp(Op):
         p[...] = p - (rate * weight_decay * p + rate * (m_hat / (np.sqrt(v_hat) + eps)))
         return ()
 
-    def launch(
+    def piece_call(
         self,
-        gpu: Recorder,
         inputs: Sequence[Tensor | None],
         outputs: Sequence[Tensor],
         *,
@@ -112,27 +113,12 @@ class AdamWOp(Op):
         beta2: float,
         eps: float,
         weight_decay: float,
-    ) -> None:
+    ) -> PieceCall:
         p, g, m, v, state = inputs
         assert p is not None and g is not None and m is not None and v is not None
-        kernel = KERNELS.pick(p.size, p, g, m, v)
-        gpu.dispatch(
-            kernel,
-            flat_groups(column_groups(p.size)),
-            p,
-            g,
-            m,
-            v,
-            p if state is None else state,
-            p.size,
-            int(state is not None),
-            beta1,
-            1.0 - beta1,
-            beta2,
-            1.0 - beta2,
-            eps,
-            weight_decay,
-        )
+        pointers = p, g, m, v, p if state is None else state
+        scalars = p.size, int(state is not None), beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps, weight_decay
+        return PieceCall(KERNELS.pick(p.size, p, g, m, v), column_groups(p.size), pointers, scalars)
 
     def kernels(self) -> Iterable[Kernel]:
         return KERNELS.both()

@@ -10,9 +10,9 @@ import numpy as np
 from ..dtypes import bfloat16_bits, bfloat16_values, itemsize
 from ..input_checks import require_tensors
 from ..kernel import Kernel
-from ..op import Op, register
+from ..op import register
 from ..tensor import Tensor, TensorSpec
-from .row_kernels import FLAT_SIZE, flat_groups
+from .piece_kernels import PieceCall, PieceOp, by_pieces
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 _CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}  # as in the shader
 
 KERNELS = {
-    (source, target): Kernel(
+    (source, target): by_pieces(
         f"cast_{source}_{target}",
         "cast.comp",
-        "in u32 x, out u32 y, uint n, uint source_start",
-        local_size=FLAT_SIZE,
-        defines={"SOURCE": _CODES[source], "TARGET": _CODES[target]},
+        "in u32 x[n + 1], out u32 y[n], uint n, uint source_start",
+        lambda pieces: (pieces, {"n": 2 * pieces - 1, "source_start": 1}),
+        SOURCE=_CODES[source],
+        TARGET=_CODES[target],
     )
     for source in _CODES
     for target in _CODES
@@ -34,7 +35,7 @@ KERNELS = {
 }
 
 
-class CastOp(Op):
+class CastOp(PieceOp):
     """The elements in another type."""
 
     name = "cast"
@@ -61,16 +62,16 @@ class CastOp(Op):
         wide = np.nan_to_num(np.trunc(values.astype(np.float64)), nan=0.0, posinf=2.0**31, neginf=-(2.0**31))
         return (np.clip(wide, -(2**31), 2**31 - 1).astype(np.int32),)
 
-    def launch(
-        self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, source: str, dtype: str
-    ) -> None:
+    def piece_call(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, source: str, dtype: str) -> PieceCall:
         (x,), (y,) = inputs, outputs
-        if source == dtype:
-            gpu.copy(x, y, x.nbytes)
-            return
         start = x.address % 4 // 2 if itemsize(source) == 2 else 0
-        groups = flat_groups(-(-x.size // 2))
-        gpu.dispatch(KERNELS[source, dtype], groups, (x, -2 * start), y, x.size, start)
+        return PieceCall(KERNELS[source, dtype], -(-x.size // 2), ((x, -2 * start), y), (x.size, start))
+
+    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], **settings: Any) -> None:
+        if settings["source"] == settings["dtype"]:
+            gpu.copy(inputs[0], outputs[0], inputs[0].nbytes)
+        else:
+            super().launch(gpu, inputs, outputs, **settings)
 
     def kernels(self) -> Iterable[Kernel]:
         return KERNELS.values()

@@ -14,6 +14,7 @@ import numpy as np
 from ..kernel import Kernel
 from ..op import Op, register
 from ..tensor import Tensor, TensorSpec
+from .piece_kernels import PieceCall, PieceOp, rows_by_pieces
 from .row_kernels import (
     ROW_SUBGROUPS,
     RowKernels,
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
 
 MAX_BACKWARD_TOKENS = 2**17  # lavapipe 22.3 ends an invocation's loops after 65,535 rounds; at least 4 tokens a round
 
-LOOK_UP = RowKernels(
+LOOK_UP = rows_by_pieces(
     "embedding",
     "embedding.comp",
-    "in row table, in i32 tokens, out row y, uint num_tokens, uint cols, uint vocabulary",
+    "in row table[vocabulary * cols], in i32 tokens[num_tokens], out row y[num_tokens * cols], uint num_tokens, "
+    "uint cols, uint vocabulary",
+    lambda pieces: (3 * (pieces // 3 + 1), {"num_tokens": pieces // 3 + 1, "cols": 12, "vocabulary": 5}),
 )
 LINKS = Kernel(
     "embedding_links",
@@ -57,7 +60,7 @@ def _table_shape(op: str, name: str, table: TensorSpec) -> tuple[int, int]:
     return rows, cols
 
 
-class EmbeddingOp(Op):
+class EmbeddingOp(PieceOp):
     """Rows of a table."""
 
     name = "embedding"
@@ -73,12 +76,11 @@ class EmbeddingOp(Op):
     def reference(self, table: Any, tokens: Any) -> Sequence[Any]:
         return (table[np.clip(tokens, 0, len(table) - 1)],)
 
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def piece_call(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], **_: Any) -> PieceCall:
         (table, tokens), (y,) = inputs, outputs
         vocabulary, cols = table.shape
-        kernel = LOOK_UP.pick(cols, table, y)
-        groups = flat_groups(tokens.size * column_groups(cols))
-        gpu.dispatch(kernel, groups, table, tokens, y, tokens.size, cols, vocabulary)
+        pieces = tokens.size * column_groups(cols)
+        return PieceCall(LOOK_UP.pick(cols, table, y), pieces, (table, tokens, y), (tokens.size, cols, vocabulary))
 
     def kernels(self) -> Iterable[Kernel]:
         return LOOK_UP.both()

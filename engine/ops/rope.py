@@ -2,37 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..kernel import Kernel
-from ..op import Op, register
+from ..op import register
 from ..tensor import Tensor, TensorSpec
-from .row_kernels import RowKernels, column_groups, flat_groups
+from .piece_kernels import PieceCall, PieceOp, rows_by_pieces
+from .row_kernels import column_groups
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
-    from ..recorder import Recorder
 
 _HEADS = 8  # that one invocation rotates
 _SCALARS = "uint num_rows, uint half_dim, uint num_heads, uint seq, uint width, uint position_offset, float direction"
+_X, _TABLE = "inout row x[num_rows * width]", "[seq * half_dim + position_offset * half_dim]"
+
+
+def _example(pieces: int) -> tuple[int, Mapping[str, float]]:
+    """Rows of two groups of heads, the second with two; heads of 8, which is two pieces, and more columns behind."""
+    rows = pieces // 4 + 1
+    sizes = {"num_rows": rows, "half_dim": 8, "num_heads": _HEADS + 2, "seq": 7, "width": 16 * (_HEADS + 2) + 4}
+    return 4 * rows, {**sizes, "position_offset": 3, "direction": -1.0}
+
+
 KERNELS = {
-    False: RowKernels(
-        "rope", "rope.comp", f"inout row x, in row cos_table, in row sin_table, {_SCALARS}", INTERLEAVED=0, HEADS=_HEADS
+    False: rows_by_pieces(
+        "rope",
+        "rope.comp",
+        f"{_X}, in row cos_table{_TABLE}, in row sin_table{_TABLE}, {_SCALARS}",
+        _example,
+        INTERLEAVED=0,
+        HEADS=_HEADS,
     ),
-    True: RowKernels(
+    True: rows_by_pieces(
         "rope_interleaved",
         "rope.comp",
-        f"inout row x, in f32 cos_table, in f32 sin_table, {_SCALARS}",
+        f"{_X}, in f32 cos_table{_TABLE}, in f32 sin_table{_TABLE}, {_SCALARS}",
+        lambda pieces: (8 * (pieces // 8 + 1), {**_example(pieces)[1], "num_rows": pieces // 8 + 1}),
         INTERLEAVED=1,
         HEADS=_HEADS,
     ),
 }
 
 
-class RopeOp(Op):
+class RopeOp(PieceOp):
     """x [batch, seq, width] is rotated in its first num_heads * head_dim columns."""
 
     name = "rope_"
@@ -98,9 +114,8 @@ class RopeOp(Op):
         x[:, :, : num_heads * head_dim] = rotated.reshape(batch, seq, -1)
         return ()
 
-    def launch(
+    def piece_call(
         self,
-        gpu: Recorder,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
         *,
@@ -109,7 +124,7 @@ class RopeOp(Op):
         position_offset: int,
         interleaved: bool,
         inverse: bool,
-    ) -> None:
+    ) -> PieceCall:
         x, cos, sin = inputs
         batch, seq, width = x.shape
         half = head_dim // 2
@@ -119,8 +134,9 @@ class RopeOp(Op):
             cols, read_wide = half, [x, cos, sin]
         kernel = KERNELS[interleaved].pick(cols if width % 4 == 0 else 1, *read_wide)
         direction = -1.0 if inverse else 1.0
-        groups = flat_groups(batch * seq * -(-num_heads // _HEADS) * column_groups(cols))
-        gpu.dispatch(kernel, groups, x, cos, sin, batch * seq, half, num_heads, seq, width, position_offset, direction)
+        pieces = batch * seq * -(-num_heads // _HEADS) * column_groups(cols)
+        sizes = batch * seq, half, num_heads, seq, width, position_offset, direction
+        return PieceCall(kernel, pieces, (x, cos, sin), sizes)
 
     def kernels(self) -> Iterable[Kernel]:
         return (kernel for family in KERNELS.values() for kernel in family.both())

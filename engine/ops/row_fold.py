@@ -50,7 +50,7 @@ class RowFold:
     def _written(self, rounds: int) -> RowKernels:
         spec = self.spec
         text, args = fold_glsl(spec, rounds), fold_arguments(spec)
-        return RowKernels(spec.name, text, args, subgroups=ROWS[-1], family="row_fold")
+        return RowKernels(spec.name, text, args, subgroups=ROWS[-1], more={"family": "row_fold"})
 
     def variant(self, choice: RowVariant, *, wide: bool) -> Kernel:
         """The kernel of a variant. Rows a workgroup are put in when the pipeline is made; what keeps rows is a text of

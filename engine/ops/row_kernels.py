@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..kernel import Kernel
@@ -48,18 +49,28 @@ class RowKernels:
     """One kernel with 16-byte loads and with 4-byte loads; both add in the same order, so the choice changes no bit.
 
     args: as for `Kernel`, with "row" for pointers that shaders/rows.glsl reads and writes by load4 and store4.
-    subgroups: rows a workgroup, one a subgroup; 0 for kernels that go by invocation, `FLAT_SIZE` a workgroup.
+    subgroups: rows a workgroup, one a subgroup; 0 for kernels that go by invocation, `FLAT_SIZE` a workgroup. more:
+    what else a `Kernel` is given.
     """
 
     def __init__(
-        self, name: str, source: str, args: str, *, subgroups: int = 0, family: str = "", **defines: int
+        self,
+        name: str,
+        source: str,
+        args: str,
+        *,
+        subgroups: int = 0,
+        more: Mapping[str, Any] | None = None,
+        **defines: int,
     ) -> None:
+        given = dict(more or {})
+
         def make(suffix: str, vec4: int) -> Kernel:
             values: dict[str, Any] = {"VEC4": vec4, **defines}
             typed = args.replace(" row ", " f32x4 " if vec4 else " f32 ")
             if subgroups:
-                return Kernel(name + suffix, source, typed, subgroups=subgroups, defines=values, family=family)
-            return Kernel(name + suffix, source, typed, local_size=FLAT_SIZE, defines=values, family=family)
+                return Kernel(name + suffix, source, typed, subgroups=subgroups, defines=values, **given)
+            return Kernel(name + suffix, source, typed, local_size=FLAT_SIZE, defines=values, **given)
 
         self.wide = make("_vec4", 1)
         self.narrow = make("_scalar", 0)

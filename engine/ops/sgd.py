@@ -7,27 +7,30 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..kernel import Kernel
-from ..op import Op, register
+from ..op import register
 from ..step_parameters import StepParameters
 from ..tensor import Tensor, TensorSpec
 from .adamw import check_update, clipped
-from .row_kernels import RowKernels, column_groups, flat_groups
+from .piece_kernels import PieceCall, PieceOp, rows_by_pieces
+from .row_kernels import column_groups
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
-    from ..recorder import Recorder
 
-PLAIN = RowKernels(
+_EXAMPLE = {"has_state": 1, "weight_decay": 0.1, "momentum": 0.9, "nesterov": 1}
+PLAIN = rows_by_pieces(
     "sgd",
     "sgd.comp",
-    "inout row p, in row g, in f32 state, step, uint n, uint has_state, float weight_decay",
+    "inout row p[n], in row g[n], in f32 state[4], step, uint n, uint has_state, float weight_decay",
+    lambda pieces: (pieces, {**_EXAMPLE, "n": 4 * pieces}),
     MOMENTUM=0,
 )
-WITH_MOMENTUM = RowKernels(
+WITH_MOMENTUM = rows_by_pieces(
     "sgd_momentum",
     "sgd.comp",
-    "inout row p, in row g, inout row b, in f32 state, step, uint n, uint has_state, float weight_decay, "
+    "inout row p[n], in row g[n], inout row b[n], in f32 state[4], step, uint n, uint has_state, float weight_decay, "
     "float momentum, uint nesterov",
+    lambda pieces: (pieces, {**_EXAMPLE, "n": 4 * pieces}),
     MOMENTUM=1,
 )
 
@@ -42,7 +45,7 @@ def check_sgd_settings(op: str, has_buffer: bool, momentum: float, weight_decay:
         raise ValueError(f"{op}: weight_decay is {weight_decay}, it must not be negative, and finite")
 
 
-class SgdOp(Op):
+class SgdOp(PieceOp):
     """p and the momentum buffer change in place."""
 
     name = "sgd_"
@@ -90,25 +93,23 @@ class SgdOp(Op):
         p[...] = p - (rate * weight_decay * p + rate * direction)
         return ()
 
-    def launch(
+    def piece_call(
         self,
-        gpu: Recorder,
         inputs: Sequence[Tensor | None],
         outputs: Sequence[Tensor],
         *,
         momentum: float,
         weight_decay: float,
         nesterov: bool,
-    ) -> None:
+    ) -> PieceCall:
         p, g, b, state = inputs
         assert p is not None and g is not None
-        groups = flat_groups(column_groups(p.size))
-        rest = (p if state is None else state, p.size, int(state is not None), weight_decay)
+        pieces, last = column_groups(p.size), p if state is None else state
+        scalars = p.size, int(state is not None), weight_decay
         if b is None:
-            gpu.dispatch(PLAIN.pick(p.size, p, g), groups, p, g, *rest)
-        else:
-            kernel = WITH_MOMENTUM.pick(p.size, p, g, b)
-            gpu.dispatch(kernel, groups, p, g, b, *rest, momentum, int(nesterov))
+            return PieceCall(PLAIN.pick(p.size, p, g), pieces, (p, g, last), scalars)
+        kernel = WITH_MOMENTUM.pick(p.size, p, g, b)
+        return PieceCall(kernel, pieces, (p, g, b, last), (*scalars, momentum, int(nesterov)))
 
     def kernels(self) -> Iterable[Kernel]:
         return (*PLAIN.both(), *WITH_MOMENTUM.both())
