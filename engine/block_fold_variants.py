@@ -18,6 +18,9 @@ ROWS = (4, 2, 1)  # held rows a lane
 # they save loads, and compile for seconds, on lavapipe 22.3 ten times as long as on 25. Measured at head_dim 16 to 128.
 _REGISTERS = {4: 768, 2: 1024}
 _REGISTERS_OLD = {4: 512, 2: 640}
+_REGISTERS_SWIFTSHADER = {4: 768, 2: 512}  # two rows of 128 save a fifth of the time, and compile for 8 s a kernel
+# Up to this head_dim one row a lane is the fastest on SwiftShader, by a tenth to a third, and soonest compiled.
+_ONE_ROW_SWIFTSHADER = 16
 
 
 class TileVariant(NamedTuple):
@@ -46,8 +49,9 @@ def device_tile(device: Capabilities, rows: int) -> Tile:
 
 def family_rows(device: Capabilities, head_dim: int, kept: int) -> tuple[int, ...]:
     """Rows a lane of a family's tiles, the widest first. kept: `rows_in_registers` of the fold."""
-    new = device.driver == "SwiftShader" or (device.driver == "llvmpipe" and device.driver_major >= 24)
-    most = _REGISTERS if new else _REGISTERS_OLD
+    most = _REGISTERS if device.driver == "llvmpipe" and device.driver_major >= 24 else _REGISTERS_OLD
+    if device.driver == "SwiftShader":
+        most = _REGISTERS_SWIFTSHADER
     return tuple(rows for rows in ROWS if rows == 1 or rows * kept * head_dim <= most[rows])
 
 
@@ -77,6 +81,8 @@ def estimated_rows(device: Capabilities, head_dim: int, num_held: int, kept: int
     """
     if not device.is_cpu:
         return 1, "not measured: a GPU hides loads"
+    if device.driver == "SwiftShader" and head_dim <= _ONE_ROW_SWIFTSHADER:
+        return 1, f"not measured: one row is the fastest on SwiftShader at head_dim {head_dim}"
     rows = family_rows(device, head_dim, kept)[0]
     if not _fill(device, rows, num_held):
         return 1, f"not measured: {num_held} rows would leave most of a wider tile empty"
