@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from vkfold.engine.errors import BadInputError
 from vkfold.tools.saves import (
     Arrays,
+    Save,
     check_save_folder,
     open_save,
     step_folders,
@@ -162,6 +165,50 @@ def test_damaged_files(tmp_path: Path, name: str) -> None:
     path.unlink()
     with pytest.raises(BadInputError, match="incomplete"):
         getattr(open_save(tmp_path), name.split(".")[0])()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_weights_that_were_changed_since(tmp_path: Path, name: str) -> None:
+    """One bit is enough, and whole files of another save."""
+    path = save(tmp_path, 1) / name
+    read = Save.model if name.startswith("model") else Save.optimizer
+    whole = path.read_bytes()
+    for place in (len(whole) - 1, len(whole) - 8):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(BadInputError, match=rf"{name} is damaged: its contents are not those that were saved"):
+            read(open_save(tmp_path))
+    save_file({key: array + 1 for key, array in load_file(path).items()}, path)
+    with pytest.raises(BadInputError, match=r"is damaged.*try an older save"):
+        read(open_save(tmp_path))
+    path.write_bytes(whole)
+    assert read(open_save(tmp_path)).keys() == (WEIGHTS if name.startswith("model") else MOMENTS).keys()
+
+
+def test_saves_without_checksums_are_read(tmp_path: Path) -> None:
+    """Those of earlier versions, and files that were edited on purpose."""
+    folder = save(tmp_path, 1)
+    state = json.loads((folder / "state.json").read_text())
+    assert state["sha256"] == {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        for name in ("model.safetensors", "optimizer.safetensors")
+    }
+    save_file({"a": WEIGHTS["a"] + 1}, folder / "model.safetensors")
+    del state["sha256"]["model.safetensors"]
+    for _ in range(2):
+        (folder / "state.json").write_text(json.dumps(state))
+        assert np.array_equal(open_save(tmp_path).model()["a"], WEIGHTS["a"] + 1)
+        assert open_save(tmp_path).optimizer().keys() == MOMENTS.keys()
+        state.pop("sha256", None)
+
+
+@pytest.mark.parametrize("nonsense", [None, 3, "x", ["model.safetensors"], {"model.safetensors": 7}])
+def test_checksums_that_are_none(tmp_path: Path, nonsense: object) -> None:
+    path = save(tmp_path, 1) / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sha256": nonsense}))
+    with pytest.raises(BadInputError, match=r"is damaged: state\.json: sha256 is"):
+        open_save(tmp_path)
 
 
 def test_damaged_state(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 SAVE/step-00000040/ holds model.safetensors, optimizer.safetensors, state.json and tokenizer.json; SAVE/latest names the
 newest. A save is written into a folder with another name, flushed to the disk and renamed, so that a run killed at any
-moment, or a full disk, leaves the saves before it as they were.
+moment, or a full disk, leaves the saves before it as they were. state.json has the SHA-256 of the arrays' files, under
+"sha256": what was damaged since, or edited, is refused when it is read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -15,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, LATEST_FILE = (
     "latest",
 )
 LOCK_FILE = ".lock"
+DIGESTS = "sha256"  # in STATE_FILE: file name -> SHA-256
 FORMAT = 1
 Arrays = dict[str, np.ndarray]
 _STEP_NAME = re.compile(r"step-(\d{8,})")
@@ -43,23 +46,46 @@ _STEP_NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass
 class Save:
-    """One save, read back. state: what `write_save` was given, with the step."""
+    """One save, read back. state: what `write_save` was given, with the step. digests: SHA-256 of files, by name."""
 
     folder: Path
     step: int
     state: dict[str, Any]
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     def model(self) -> Arrays:
-        """The weights by name. Raises BadInputError when the file is missing or damaged."""
-        return _read_arrays(self.folder / MODEL_FILE)
+        """The weights by name. Raises BadInputError when the file is missing, damaged, or not what was saved."""
+        return self._arrays(MODEL_FILE)
 
     def optimizer(self) -> Arrays:
-        """The moments by name. Raises BadInputError when the file is missing or damaged."""
-        return _read_arrays(self.folder / OPTIMIZER_FILE, ("num_updates",))
+        """The moments by name. Raises BadInputError when the file is missing, damaged, or not what was saved."""
+        return self._arrays(OPTIMIZER_FILE, ("num_updates",))
+
+    def _arrays(self, name: str, whole_numbers: Sequence[str] = ()) -> Arrays:
+        path = self.folder / name
+        arrays = _read_arrays(path, whole_numbers)
+        if name in self.digests and self.digests[name] != sha256_of(path):  # earlier versions saved none
+            raise BadInputError(
+                f"{path} is damaged: its contents are not those that were saved (SHA-256); try an older save or, where "
+                f'the file was edited on purpose, take its line out of "{DIGESTS}" in {STATE_FILE}'
+            )
+        return arrays
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the run. Raises BadInputError when the file is missing or damaged."""
         return load_tokenizer(self.folder / TOKENIZER_FILE)
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file's contents, in hexadecimal, as `sha256sum` prints it. Raises BadInputError."""
+    digest, part = hashlib.sha256(), memoryview(bytearray(2**20))
+    try:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(part):
+                digest.update(part[:count])
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {_reason(error)}") from error
+    return digest.hexdigest()
 
 
 def check_save_folder(root: Path, *, resuming: bool) -> None:
@@ -154,8 +180,9 @@ def write_save(
         write_arrays(work / MODEL_FILE, model())
         write_arrays(work / OPTIMIZER_FILE, optimizer())
         tokenizer.save(work)
+        digests = {name: sha256_of(work / name) for name in (MODEL_FILE, OPTIMIZER_FILE)}
         (work / STATE_FILE).write_text(
-            json.dumps({"format": FORMAT, "step": step, **state}, indent=1), encoding="utf-8"
+            json.dumps({"format": FORMAT, "step": step, **state, DIGESTS: digests}, indent=1), encoding="utf-8"
         )
         for path in [*work.iterdir(), work]:
             _flush(path)
@@ -231,7 +258,10 @@ def open_save(path: Path) -> Save:
         raise BadInputError(f"the save {folder} has format {shown(found)}; this version reads format {FORMAT}")
     if type(step) is not int or not 0 <= step < 2**63:
         raise BadInputError(f"the save {folder} is damaged: {STATE_FILE}: step is {shown(step)}")
-    return Save(folder, step, state)
+    digests = state.pop(DIGESTS, {})
+    if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
+        raise BadInputError(f"the save {folder} is damaged: {STATE_FILE}: {DIGESTS} is {shown(digests)}")
+    return Save(folder, step, state, digests)
 
 
 def _latest(root: Path) -> Path:
