@@ -238,10 +238,11 @@ def test_tuning_is_kept_used_and_changes_no_bit(
 ) -> None:
     """Measured once; the next engine takes the fastest from the file, says why, and gives the same bits."""
     before, chosen = attention(untuned), rows_of(untuned)
+    names = {"rows4", "rows2", "rows1"}
     for call, key in zip(CALLS, KEYS, strict=True):
         measured = tune_block_fold(untuned.recorder, call, rounds=2)
-        assert measured.key == call.key == key and len(measured.seconds) > 1
-        assert all(seconds > 0 for seconds in measured.seconds.values())
+        assert measured.key == call.key == key and measured.seconds.keys() <= names  # not what is hopeless at first
+        assert measured.seconds and all(seconds > 0 for seconds in measured.seconds.values())
     path = BlockFoldChooser.of(untuned.recorder).table.path
     assert path is not None
     data = json.loads(path.read_text())
