@@ -14,11 +14,16 @@ from .parameter import Parameter
 OVERFLOWS = "gradient norm overflows: "  # and the parameter's name, in StepResult.non_finite
 
 
+def is_finite_sum(square: Any) -> bool:
+    """Whether a sum of squares of `engine.gradient_norm` is a finite number: one beyond float32 is negative there."""
+    return bool(np.isfinite(square) and square >= 0)
+
+
 def non_finite_gradient(squares: Iterable[tuple[str, Any]]) -> str | None:
     """From names and sums of squares (`engine.gradient_norm`): the first parameter whose gradient is not finite, else
     OVERFLOWS and the first whose gradient is, its norm not; None for neither."""
-    bad = {name: square for name, square in squares if not np.isfinite(square)}
-    infinite = next((name for name, square in bad.items() if not np.isneginf(square)), None)
+    bad = {name: square for name, square in squares if not is_finite_sum(square)}
+    infinite = next((name for name, square in bad.items() if not np.isfinite(square)), None)
     return infinite or next((OVERFLOWS + name for name in bad), None)
 
 
@@ -40,7 +45,8 @@ class FusedReport(NamedTuple):
     def norm(self) -> float:
         """The global norm of all gradients, added up in float32 in the order of the parameters, as the device does."""
         with np.errstate(all="ignore"):
-            squares = np.abs(np.array(list(self.squares.values()), np.float32))
+            squares = np.array(list(self.squares.values()), np.float32)
+            squares[squares < 0] = np.inf
             return float(np.sqrt(np.cumsum(squares, dtype=np.float32)[-1]))
 
     @property
@@ -51,7 +57,7 @@ class FusedReport(NamedTuple):
     @property
     def any_updated(self) -> bool:
         """Whether any tensor was changed."""
-        return bool(np.isfinite(self.loss)) and any(np.isfinite(square) for square in self.squares.values())
+        return bool(np.isfinite(self.loss)) and any(map(is_finite_sum, self.squares.values()))
 
 
 class FusedUpdate:

@@ -54,9 +54,9 @@ class StepResult:
 
     updated: whether any weight changed. With fused updates that can be so although a gradient is not finite: training
     must then stop, and go on from an earlier save. non_finite: name of the first tensor that is not finite ("loss", or
-    a parameter whose gradient it is); with finite gradients whose squares are beyond float32 (a norm above 1.8e19)
-    "gradient norm overflows: " and the parameter; None when all are. replayed: whether a captured step was submitted
-    again, which changes no value.
+    a parameter whose gradient it is); with finite gradients whose squares are beyond float32 (a norm above 1.8e19) and
+    that are not clipped, "gradient norm overflows: " and the parameter; None when all are. replayed: whether a captured
+    step was submitted again, which changes no value.
     """
 
     loss: float

@@ -1,4 +1,5 @@
 // Each subgroup adds the partial sums of one tensor. TABLE: of many tensors, whose parts the table names; else of one.
+#include "squares.glsl"
 
 void main() {
 #if TABLE
@@ -11,14 +12,18 @@ void main() {
     const uint tensor = 0, first = 0, parts = args.parts;
 #endif
     float sum = 0.0;
-    for (uint part = gl_SubgroupInvocationID; part < parts; part += gl_SubgroupSize)
-        sum += args.partials.v[first + part];
+    bool small = false;
+    for (uint part = gl_SubgroupInvocationID; part < parts; part += gl_SubgroupSize) {
+        const float square = args.partials.v[first + part];
+        sum += square;
+        small = small || square < 0.0;
+    }
     sum = subgroupAdd(sum);
-    if (isinf(sum)) {  // -inf, as of a part, where no element is infinite
-        bool infinite = false;
+    if (subgroupAny(small) || isinf(sum)) {
+        sum = 0.0;
         for (uint part = gl_SubgroupInvocationID; part < parts; part += gl_SubgroupSize)
-            infinite = (isinf(args.partials.v[first + part]) && args.partials.v[first + part] > 0.0) || infinite;
-        sum = subgroupAny(infinite) ? abs(sum) : -abs(sum);
+            sum += small_of(args.partials.v[first + part]);
+        sum = as_small(subgroupAdd(sum));
     }
     if (subgroupElect()) args.sums.v[tensor] = sum;
 }

@@ -1,5 +1,6 @@
-// Each subgroup sums the squares of one chunk of a flat array; -inf where only the sum is beyond float32.
+// Each subgroup sums the squares of one chunk of a flat array; as squares.glsl says where the sum is beyond float32.
 #include "rows.glsl"
+#include "squares.glsl"
 
 void main() {
     const uint part = subgroup_row();
@@ -13,10 +14,12 @@ void main() {
     }
     float total = subgroupAdd(sum4(sums));
     if (isinf(total)) {
-        bool infinite = false;
-        for (uint base = 0; base < count; base += stride)
-            infinite = any(isinf(load4(args.x, begin, base + first, count))) || infinite;
-        if (!subgroupAny(infinite)) total = -total;
+        sums = vec4(0.0);
+        for (uint base = 0; base < count; base += stride) {
+            const vec4 x = load4(args.x, begin, base + first, count) * SMALL;
+            sums = fma(x, x, sums);
+        }
+        total = as_small(subgroupAdd(sum4(sums)));
     }
     if (subgroupElect()) args.y.v[part] = total;
 }

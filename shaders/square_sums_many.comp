@@ -2,6 +2,7 @@
 #define TABLE_FIRST(i) args.table.v[2 * (i) + 1].x
 #include "tensor_table.glsl"
 #include "words.glsl"
+#include "squares.glsl"
 
 float at(F32 x, uint i, uint end) { return i < end ? x.v[i] : 0.0; }
 
@@ -26,10 +27,13 @@ void main() {
     }
     float total = subgroupAdd((sums.x + sums.y) + (sums.z + sums.w));
     if (isinf(total)) {
-        bool infinite = false;
-        for (uint i = begin + gl_SubgroupInvocationID; i < end; i += gl_SubgroupSize)
-            infinite = isinf(source.v[i]) || infinite;
-        if (!subgroupAny(infinite)) total = -total;
+        sums = vec4(0.0);
+        for (uint i = begin + 4 * gl_SubgroupInvocationID; i < end; i += stride) {
+            const vec4 x =
+                vec4(at(source, i, end), at(source, i + 1, end), at(source, i + 2, end), at(source, i + 3, end)) * SMALL;
+            sums = fma(x, x, sums);
+        }
+        total = as_small(subgroupAdd((sums.x + sums.y) + (sums.z + sums.w)));
     }
     if (subgroupElect()) args.y.v[part] = total;
 }

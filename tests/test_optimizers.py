@@ -110,25 +110,45 @@ def test_a_value_that_is_not_finite_is_found(engine: ComputeEngine, bad: float, 
 
 @pytest.mark.parametrize("sizes", [(9000,), (100_003,), (7, 9000, 3), (2, 100_003, 1)])
 def test_squares_beyond_float32_are_told_from_infinite_values(engine: ComputeEngine, sizes: tuple[int, ...]) -> None:
-    """One element whose square overflows, or many whose sum does: -inf; with an infinite or NaN one beside: not."""
+    """One element whose square overflows, or many whose sum does: negative, and clipped by the norm it has; with an
+    infinite or NaN one beside it nothing is."""
     which = len(sizes) // 2
 
-    def sum_of(*values: float, rest: float = 1.0) -> tuple[float, np.ndarray]:
+    def sum_of(*values: float, rest: float = 1.0, max_norm: float = 1.0) -> tuple[float, np.ndarray]:
         grads = [np.ones(n, np.float32) for n in sizes]
         grads[which][:] = rest
         grads[which][[8500, 5, 4000][: len(values)]] = values
-        sums, state = engine.gradient_norm([engine.tensor(g) for g in grads], max_norm=1.0)
+        sums, state = engine.gradient_norm([engine.tensor(g) for g in grads], max_norm=max_norm)
         others = np.delete(sums.numpy(), which)
         assert np.array_equal(others, np.delete(sizes, which))
         return sums.numpy()[which], state.numpy()
 
-    for values, rest in (((1e25,), 1.0), ((-3e38, 1e20), 1.0), ((), 1e18), ((1e30,), 1.8e19)):
-        square, state = sum_of(*values, rest=rest)
-        assert square == -np.inf and list(state[:2]) == [0, 0] and state[2] == np.inf, (values, rest)
+    for values, rest in (((1e25,), 1.0), ((-3e37, 1e20), 1.0), ((), 1e18), ((1e30,), 1.8e19)):
+        norm = np.sqrt((sizes[which] - len(values)) * rest**2 + np.square(values).sum())
+        for max_norm in (1.0, 1e18):
+            square, state = sum_of(*values, rest=rest, max_norm=max_norm)
+            assert square < 0 and np.sqrt(-square) * 2.0**96 == pytest.approx(norm, rel=1e-4), (values, rest)
+            assert state[:3] == pytest.approx([max_norm / norm, 1, norm], rel=1e-4)
+        for max_norm in (0.0, 1e30, np.inf):  # squares of what is not clipped, or little, are beyond float32, too
+            square, state = sum_of(*values, rest=rest, max_norm=max_norm)
+            assert square < 0 and list(state[:2]) == [0, 0] and state[2] == pytest.approx(norm, rel=1e-4)
+    assert list(sum_of(3e38)[1][:2]) == [0, 0]  # a factor below 2^-126
+    square, state = sum_of(3e38, rest=3e38)  # a norm beyond float32
+    assert square < 0 and list(state[:2]) == [0, 0] and state[2] == np.inf
     for bad in (np.inf, -np.inf, np.nan):
-        assert sum_of(bad)[0] != -np.inf and sum_of(1e25, bad)[0] != -np.inf and sum_of(bad, 1e25, 1e25)[0] != -np.inf
+        for values in ((bad,), (1e25, bad), (bad, 1e25, 1e25)):
+            square, state = sum_of(*values)
+            assert not np.isfinite(square) and list(state[:2]) == [0, 0] and not np.isfinite(state[2])
     square, state = sum_of(1e18, -1e18)
     assert square == pytest.approx(2e36, rel=1e-6) and state[1] == 1
+
+
+def test_a_norm_beyond_float32_of_sums_that_are_not(engine: ComputeEngine) -> None:
+    grads = [np.full(3, 1.05e19, np.float32), np.ones(5, np.float32), np.full(3, -1.05e19, np.float32)]
+    sums, state = engine.gradient_norm([engine.tensor(g) for g in grads], max_norm=2.0)
+    assert (sums.numpy() > 0).all() and np.isfinite(sums.numpy()).all()
+    norm = 1.05e19 * np.sqrt(6)
+    assert state.numpy()[:3] == pytest.approx([2 / norm, 1, norm], rel=1e-6)
 
 
 def test_a_tensor_sums_to_the_same_bits_whatever_comes_with_it(vulkan: VulkanEngine) -> None:

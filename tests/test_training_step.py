@@ -153,7 +153,7 @@ def test_names_the_first_gradient_that_is_not_finite(cpu: CpuEngine) -> None:
 
 @pytest.mark.parametrize(("value", "named"), [(1e25, "gradient norm overflows: {}"), (np.inf, "{}")])
 def test_a_finite_gradient_whose_norm_is_not_is_called_so(vulkan: VulkanEngine, value: float, named: str) -> None:
-    """A gradient that is infinite is named before it."""
+    """A gradient that is infinite is named before it. Where it is clipped, it is as any other."""
     engine = vulkan
     model = GPTModel(engine, CONFIG)
     gradients = {"blocks.0.attention.out.weight": 1e25, "final_norm.weight": value}
@@ -166,10 +166,21 @@ def test_a_finite_gradient_whose_norm_is_not_is_called_so(vulkan: VulkanEngine, 
                 assert gradient is not None
                 engine.upload(gradient, np.full(gradient.shape, size))
 
-    result = TrainingStep(model, AdamW(model), on_phase=spoil, max_norm=1.0)([data(0)], step=0, learning_rate=1.0)
+    result = TrainingStep(model, AdamW(model), on_phase=spoil)([data(0)], step=0, learning_rate=1.0)
     name = "final_norm.weight" if value == np.inf else "blocks.0.attention.out.weight"
     assert (result.updated, result.non_finite) == (False, named.format(name))
     assert all(np.array_equal(array, before[key]) for key, array in model.state_dict().items())
+    result = TrainingStep(model, AdamW(model), on_phase=spoil, max_norm=1.0)([data(0)], step=0, learning_rate=0.1)
+    if value == np.inf:
+        assert (result.updated, result.non_finite) == (False, name)
+        return
+    size = sum(before[key].size for key in gradients)
+    assert result.updated and result.finite and result.grad_norm == pytest.approx(1e25 * np.sqrt(size), rel=1e-5)
+    for key, array in model.state_dict().items():  # every element of these two has the same gradient
+        step = before[key] - array - 0.1 * 0.01 * before[key] * (before[key].ndim > 1)
+        assert np.isfinite(array).all()
+        if key in gradients:
+            assert np.allclose(step, 0.1, rtol=1e-3), key
 
 
 def test_resumed_run_equals_the_straight_one(vulkan: VulkanEngine) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ..recorder import Recorder
 
 NORM_EPS = 1e-6  # keeps the clip factor finite for a norm of 0
+SMALL = 2.0**-96  # shaders/squares.glsl
+_MOST, _LEAST = 1e18, 2.0**-126  # shaders/gradient_state.comp
 _MIN_CHUNK = 8192  # elements
 _MAX_PARTS = 8192
 
@@ -87,15 +89,22 @@ class GradientNormOp(Op):
         return 2 * sum(grad.size for grad in grads)
 
     def reference(self, loss: Any, *grads: Any, max_norm: float) -> Sequence[Any]:
-        with np.errstate(over="ignore"):
-            sums = np.array([np.sum(np.square(grad)) for grad in grads], dtype=grads[0].dtype)
-            norm = np.sqrt(np.cumsum(sums)[-1])
-        for i, grad in enumerate(grads):
-            if np.isposinf(sums[i]) and np.isfinite(grad).all():
-                sums[i] = -np.inf
+        dtype = grads[0].dtype
+        small = dtype.type(SMALL)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            sums = np.array([np.sum(np.square(grad)) for grad in grads], dtype=dtype)
+            for i, grad in enumerate(grads):
+                if np.isposinf(sums[i]) and np.isfinite(grad).all():
+                    sums[i] = -np.sum(np.square(grad * small))
+            total = np.cumsum(sums)[-1]
+            beyond = bool((sums < 0).any() or np.isposinf(total))
+            norm = np.sqrt(total)
+            if beyond:
+                norm = np.sqrt(np.cumsum(np.where(sums < 0, -sums, sums * small * small))[-1]) / small
         last = loss[0] if loss is not None else norm.dtype.type(0)
-        finite = bool(np.isfinite(norm) and np.isfinite(last))
         clip = min(1.0, max_norm / float(norm + NORM_EPS)) if max_norm > 0 else 1.0
+        clipped = 0 < max_norm <= _MOST and clip >= _LEAST
+        finite = bool(np.isfinite(norm) and np.isfinite(last) and (clipped or not beyond))
         return sums, np.array([clip if finite else 0.0, float(finite), norm, last], dtype=sums.dtype)
 
     def launch(
@@ -141,11 +150,13 @@ def gradient_norm(
 ) -> tuple[Tensor, Tensor]:
     """(sums [n], state [4]) of n float32 gradients of any shapes; nothing is read back, optimizer ops read the state.
 
-    sums: sum of squares of each gradient; inf or NaN where an element is not finite, -inf where all are and their sum
-    of squares is not (a norm above about 1.8e19): that gradient overflows. state: [clip factor, 1 when all sums and the
-    loss are finite else 0, global norm, loss or 0]. The clip factor is min(1, max_norm / (norm + 1e-6)) (Pascanu et al.
-    2013), 1 with max_norm 0, and 0 when something is not finite. Each tensor is summed in an order that depends on its
-    size and the device's subgroup size alone, then the sums in the order given.
+    sums: sum of squares of each gradient; inf or NaN where an element is not finite; where all are and their sum of
+    squares is beyond float32 (a norm above about 1.8e19), minus that sum times 2^-192. state: [clip factor, 1 when all
+    gradients and the loss are finite else 0, global norm, loss or 0]. The clip factor is min(1, max_norm / (norm +
+    1e-6)) (Pascanu et al. 2013), 1 with max_norm 0, and 0 when something is not finite. A norm beyond 1.8e19 counts as
+    not finite unless it is clipped to at most 1e18, by a factor of at least 2^-126: an optimizer squares what is left.
+    Each tensor is summed in an order that depends on its size and the device's subgroup size alone, then the sums in
+    the order given.
 
     Raises ValueError for no gradient, another element type, a loss that is not [1], or a negative max_norm.
     """
