@@ -65,7 +65,8 @@ def block_fold_kernel(
         **({"WORDS64": 1} if pairs else {}),
     }
     text = block_fold_glsl(fold, continues, (head_dim, tile) if tile.loops == "written" else None)
-    return Kernel(name, text, block_fold_arguments(fold), subgroups=1, defines=defines)
+    quads = ["GL_KHR_shader_subgroup_quad"] * (tile.loops == "written")
+    return Kernel(name, text, block_fold_arguments(fold), subgroups=1, defines=defines, extensions=quads)
 
 
 def strides_of(fold: BlockFold) -> list[str]:
@@ -108,8 +109,8 @@ def block_fold_glsl(fold: BlockFold, continues: bool = False, written: tuple[int
 
 
 def _load_row(target: str, first: str, name: str) -> Lines:
-    """Loads this lane's elements of a row of an argument that begins at at_NAME, to target[first], ..."""
-    return loop("c", "VECS", [f"LOAD({target}, {first} + c, args.p_{name}, at_{name}, c)"])
+    """Loads this lane's elements of a row that `_row_begins` told of, to target[first], ..."""
+    return loop("c", "VECS", [f"LOAD({target}, {first} + c, {name}, c)"])
 
 
 class _Writer:
@@ -176,7 +177,9 @@ class _Writer:
 
     def main(self) -> Lines:
         """All of it."""
+        fold = self.fold
         lines = [
+            *(f"BASE({name})" for name in dict.fromkeys((*fold.held, *fold.streamed, *fold.rows))),
             "const uint lane = gl_SubgroupInvocationID, my_lane = lane % SPREAD, my_dim = my_lane * WIDTH;",
             "const uint tile_rows = gl_SubgroupSize * ROWS;",
             "const uint tiles = (args.num_held + tile_rows - 1u) / tile_rows;",
@@ -189,13 +192,13 @@ class _Writer:
             "const int begin = visited.x / BLOCK * BLOCK, end = visited.y;",
             "const int my_row = int(lane % BLOCK);",
         ]
-        if not self.fold.sums:
+        if not fold.sums:
             return [*lines, *self._whole()]
         return [*lines, "bool again = false;", Braces(self._whole())]
 
     def again(self) -> Lines:
         """The tile folded once more where sums are not finite: each row in a turn of its own."""
-        chosen = "const uint chosen = TILE_ROW(turn / SPREAD, turn % SPREAD);"
+        chosen = "const uint chosen = HELD_ROW(turn / SPREAD) - my_lane + turn % SPREAD;"
         return [Braces([chosen, *self._whole()], head="for (uint turn = 0u; again && turn < ROWS * SPREAD; turn++)")]
 
     def _whole(self) -> Lines:
@@ -209,11 +212,11 @@ class _Writer:
         return [*self._begin(), walk, *self._finish()]
 
     def _of_row(self, value: str) -> str:
-        """What belongs to held row i, from the lane that has it."""
-        return value if self.alone else f"FROM_LANE({value}, i)"
+        """What belongs to the row of register i, from the lane that has it."""
+        return value if self.alone else f"OF_ROW({value}, i)"
 
     def _add_lanes(self, name: str) -> Lines:
-        """Lane i gets the sum over the lanes of name[i], in name[0]: each step adds halves of lanes and halves the
+        """Every lane gets its own row's sum over the lanes, in name[0]: each step adds halves of lanes and halves the
         rows. Of a row alone every lane gets the sum, to the same bits."""
         steps: Lines = []
         for half in (4, 2, 1):
@@ -245,7 +248,7 @@ class _Writer:
     def _row_begins(self, names: Iterable[str], side: str, row: str) -> list[str]:
         """Where this lane's dimensions of rows begin in memory."""
         place = f"(batch * args.num_{side} + {row}) * args.{{}} + {side}_head * HEAD_DIM + my_dim"
-        return [f"const uint at_{name} = {place.format(self.fold.stride_of(name))};" for name in names]
+        return [f"ROW({name}, {place.format(self.fold.stride_of(name))})" for name in names]
 
     def _value_place(self, side: str, row: str) -> str:
         return f"(batch * {self.many[side]} + {side}_head) * args.num_{side} + {row}"
@@ -350,13 +353,13 @@ class _Writer:
             held = f"h_{a}[(r * SPREAD + i) * VECS + {{}}]"
             first = f"dot[i] = {held.format(0)} * c_{b}[{self._of_block(b, '0')}];"
             more = f"dot[i] = fma({held.format('c')}, c_{b}[{self._of_block(b, 'c')}], dot[i]);"
-            chain = [*loop("i", self.at_once, [first]), *loop("c", "VECS", loop("i", self.at_once, [more]), begin=1)]
+            chain = loop("i", self.at_once, [first, *loop("c", "VECS", [more], begin=1)])
             result = f"x_{name}[r * BLOCK + j] = dot[0];"
             lines.append(Braces([f"float dot[{self.at_once}];", *chain, *self._add_lanes("dot"), result]))
         return lines
 
     def _add(self) -> Lines:
-        """Streamed rows times weights into the sums of held row i, whose weights lie in lane i."""
+        """Streamed rows times weights into the sums of held row i."""
         sums = self.fold.sums
         factors = dict.fromkeys(self.factors[one.factor] for one in sums if one.factor is not None)
         lines: Lines = [f"const float of_{name} = {self._of_row(f'{name}[r]')};" for name in factors]
@@ -447,7 +450,7 @@ class _Writer:
         return [never, "uint top = 0u;", *test, ask, Braces(write, head="if (!again)")]
 
     def _write_row(self, known: Mapping[str, str]) -> Lines:
-        """Row i, of which the lanes have its sums, and lane i its states and numbers."""
+        """Row i, of which the lanes have its sums, and one lane its states and numbers."""
         fold = self.fold
         used = {name for op in ("variable", "whole") for name in named(fold.rows.values(), op)}
         read = [name for name in fold.held if name in used and name not in self.held]
@@ -457,13 +460,11 @@ class _Writer:
         elements = {name: f"of_{name}" for name in of_lanes}
         for name in fold.held:
             inside = name in self.held
-            elements[name] = (
-                f"h_{name}[(r * SPREAD + i) * VECS + c]" if inside else f"args.p_{name}.v[at_{name} + DIM(c)]"
-            )
+            elements[name] = f"h_{name}[(r * SPREAD + i) * VECS + c]" if inside else f"ELEMENT({name}, c)"
         elements |= {one.name: f"a_{one.name}[(r * SPREAD + i) * VECS + c]" for one in fold.sums}
         each = []
         for name, root in fold.rows.items():
-            each += self._assign("", {f"args.p_{name}.v[at_{name} + DIM(c)]": root}, elements)
+            each += self._assign("", {f"ELEMENT({name}, c)": root}, elements)
         begins = [f"const uint row = {self.tile_row};", *self._row_begins([*read, *fold.rows], "held", "row")]
         write = loop("c", "VECS", [Braces(each, head="if (HAS_DIM(c))")])
         return [*lines, Braces([*begins, *write], head=f"if ({self.tile_row} < args.num_held)")]

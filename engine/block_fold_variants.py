@@ -16,7 +16,7 @@ from .matmul_variants import Capabilities
 ROWS = (4, 2, 1)  # held rows a lane
 # Rows a lane -> most registers: rows a lane, times rows it keeps for each, times head_dim. Wider tiles spill more than
 # they save loads, and compile for seconds, on lavapipe 22.3 ten times as long as on 25. Measured at head_dim 16 to 128.
-_REGISTERS = {4: 768, 2: 1024}
+_REGISTERS = {4: 768, 2: 640}
 _REGISTERS_OLD = {4: 512, 2: 640}
 _REGISTERS_SWIFTSHADER = {4: 768, 2: 512}  # two rows of 128 save a fifth of the time, and compile for 8 s a kernel
 # Up to this head_dim one row a lane is the fastest on SwiftShader, by a tenth to a third, and soonest compiled.

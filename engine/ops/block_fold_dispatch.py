@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..recorder import Recorder
 
 ROLLED_ROWS = 4  # of a tile with rolled loops: it lies in memory, whatever its size
+QUAD = 0x80  # VK_SUBGROUP_FEATURE_QUAD_BIT
 MAX_ROUNDS = 65000  # lavapipe 22.3 ends an invocation's loops after 65,535 rounds in all
 
 Pointer: TypeAlias = Union[Tensor, "tuple[Tensor, int]", int]  # as a dispatch takes it
@@ -56,11 +57,12 @@ def fitted(gpu: Recorder, call: BlockCall, tile: Tile, aligned: bool) -> Tile:
     """The tile as this call can have it; none of it changes a bit.
 
     On lavapipe rows are read as words where strides and addresses are even. Text that is written out is not shipped:
-    where there is no compiler, loops stay rolled. aligned: rows begin on 8 bytes.
+    where there is no compiler, or no quads, which it swaps lanes of, loops stay rolled. aligned: rows begin on 8 bytes.
     """
-    head_dim = call.sizes.head_dim
-    if tile.loops == "written" and not is_available(kernel_of(call.fold, head_dim, tile, suffix=call.suffix)):
-        return tile._replace(loops="rolled", rows=ROLLED_ROWS)
+    if tile.loops == "written":
+        kernel = kernel_of(call.fold, call.sizes.head_dim, tile, suffix=call.suffix)
+        if not (gpu.device.physical.subgroup_operations & QUAD and is_available(kernel)):
+            return tile._replace(loops="rolled", rows=ROLLED_ROWS)
     even = aligned and not any(stride % 2 for stride in call.strides)
     return tile._replace(words=even and gpu.in_words and tile.loops == "unrolled")
 
