@@ -36,8 +36,10 @@ def select_for(
 
 @cache
 def _kernel_hash() -> str:
-    shaders = ("exp.glsl", "expr.glsl", "float_bits.glsl", "philox.glsl", "random.glsl", "words.glsl")
-    return hash_of_files((*shaders, "map_kernel.py", "map_variants.py"))
+    shared = ("exp.glsl", "expr.glsl", "float_bits.glsl", "philox.glsl", "random.glsl", "words.glsl")
+    by_hand = ("pieces.glsl", "rows.glsl", "embedding.comp", "rope.comp", "cast.comp", "adamw.comp", "sgd.comp")
+    updates = ("adamw.glsl", "sgd.glsl", "ops/piece_kernels.py")
+    return hash_of_files((*shared, *by_hand, *updates, "map_kernel.py", "map_variants.py"))
 
 
 class MapChooser(VariantChooser[MapVariant]):

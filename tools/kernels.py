@@ -38,9 +38,7 @@ def main(words: Sequence[str]) -> int:
     console.print(table)
     if not words:
         for family, names in FAMILIES.items():
-            console.print(
-                f"variants of a kernel of family {family}, all of one SPIR-V: {', '.join(names)}", soft_wrap=True
-            )
+            console.print(f"variants of each kernel of the family {family}: {', '.join(names)}", soft_wrap=True)
         console.print(
             f"{len(known)} different kernels of ops; in the cache also {len(others)} of engine.map and engine.fold, or "
             "made by fusion. One line a kernel: python -m vkfold kernels OP",
