@@ -14,8 +14,8 @@ from .expr_numpy import evaluate
 from .expr_walk import topological
 from .kernel import Kernel, read_shader
 from .map_choice import MapChooser
-from .map_variants import SIZES, MapVariant
-from .ops.map_check import right_map
+from .map_variants import SIZES, MapVariant, map_variants
+from .ops.map_check import has_variants, right_map
 from .tensor import Tensor
 from .variant_choice import ask_state, choice_state
 
@@ -61,7 +61,8 @@ class Operand(NamedTuple):
 
     place: GLSL expression of `index` (the element being worked on) and `args`; `index` unless the layouts differ. In
     the wide kernel it is taken for every fourth index and must be a multiple of 4 there, unless one_for_four, which
-    says that those four elements share one value (inputs only).
+    says that those four elements share one value (inputs only). Kernels whose places are arithmetic of + - * / % have
+    variants.
     """
 
     name: str
@@ -135,6 +136,10 @@ class MapKernel:
         text = "".join(read_shader(include) for include in (*includes, *glsl_includes(self.expressions.values())))
         joined = ", ".join(args)
         self.pointers = tuple(access)
+        self.reaches_pointers = isinstance(body, str) and any(
+            re.search(rf"\bargs\s*\.\s*{pointer}\b", body) for pointer in access
+        )
+        self._has_variants: dict[bool, bool] = {}
         wide, narrow = text + read_shader("words.glsl") + _WIDE % bodies, text + _NARROW % bodies
         size, wide_only = SIZES[-1], {"STEPS": 1, "TAIL": 1}
         self.wide = Kernel(name + "_vec4", wide, joined, local_size=size, constants=wide_only, family="map")
@@ -161,6 +166,12 @@ class MapKernel:
             self._variants[choice, wide, tail] = found
         return found
 
+    def has_variants(self, *, wide: bool) -> bool:
+        """Whether its variants can be checked; one whose places are not understood has the base variant alone."""
+        if wide not in self._has_variants:
+            self._has_variants[wide] = has_variants(self, wide=wide)
+        return self._has_variants[wide]
+
     def num_groups(self, choice: MapVariant, num_elements: int, *, wide: bool) -> int:
         """Workgroups of a variant for so many elements."""
         return -(-num_elements // (choice.pieces * (4 if wide else 1)))
@@ -181,7 +192,8 @@ class MapKernel:
         gpu: Recorder = getattr(on, "recorder", on)  # type: ignore[arg-type]
         chooser, tail = MapChooser.of(gpu), num_elements % 4 != 0
         kernel, width = (self.wide, 4) if wide else (self.narrow, 1)
-        while True:
+        choice = map_variants(kernel.name, gpu.max_invocations)[-1]
+        while self.has_variants(wide=wide):
             choice = chooser.choose(kernel.name, num_elements, width, gpu.max_invocations)
             if right_map(gpu, chooser, self, choice, wide=wide, tail=tail):
                 break

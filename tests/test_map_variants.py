@@ -13,7 +13,7 @@ from vkfold.engine.errors import BadInputError, VkfoldError
 from vkfold.engine.expr import exp, variables
 from vkfold.engine.kernel import Kernel, read_shader
 from vkfold.engine.map_choice import MapChooser, select_for, tuning_key
-from vkfold.engine.map_kernel import MapKernel
+from vkfold.engine.map_kernel import MapKernel, Operand
 from vkfold.engine.map_variants import MapVariant, map_variants
 from vkfold.engine.matmul_variants import Capabilities
 from vkfold.engine.op import OPS
@@ -101,6 +101,39 @@ def test_bits_of_single_operations_are_those_of_numpy(vulkan: VulkanEngine, cpu:
     with forced_variant("64x1", "map"):
         got = vulkan.add(vulkan.tensor(a), vulkan.tensor(b)).numpy()
     np.testing.assert_array_equal(got, cpu.add(cpu.tensor(a), cpu.tensor(b)).numpy())
+
+
+PLACES = {
+    "min(index, args.n - 1u)": lambda i: np.minimum(i, 99),
+    "(index < args.n ? index : 0u)": lambda i: np.where(i < 100, i, 0),
+    "args.last - index": lambda i: i[::-1],
+    "index & 0xFFu": lambda i: i & 0xFF,
+    "index * args.n": lambda i: i * 0,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_places_that_the_check_does_not_know(vulkan: VulkanEngine, place: str) -> None:
+    """Any GLSL may say where elements are: what the check does not understand has no variants to check."""
+    size = 4097
+    kernel = MapKernel(
+        "elsewhere", [Operand("x", "x", place)], ["y"], {"y": X * 2.0}, scalars="uint n, uint last, uint factor"
+    )
+    x, y = vulkan.tensor(np.arange(size, dtype=np.float32)), vulkan.empty((size,))
+    n = 0 if "*" in place else 100
+    for name in ("", "256x2"):
+        with forced_variant(name, "map"):
+            kernel.launch(vulkan, size, x, y, n, size - 1, 1, wide=False)
+            np.testing.assert_array_equal(y.numpy(), 2.0 * PLACES[place](np.arange(size)))
+
+
+def test_statements_that_reach_for_pointers(vulkan: VulkanEngine) -> None:
+    """What they read is not known to the check either."""
+    kernel = MapKernel("table", ["x"], ["y"], "y = T(args.x.v[args.at]) + x;", scalars="uint at")
+    x, y = vulkan.tensor(np.arange(300, dtype=np.float32)), vulkan.empty((300,))
+    with forced_variant("256x2", "map"):
+        kernel.launch(vulkan, 300, x, y, 7)
+    np.testing.assert_array_equal(y.numpy(), np.arange(300) + 7.0)
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------

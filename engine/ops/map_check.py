@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _SPECIAL = np.array([0.0, -0.0, np.inf, np.nan, -np.inf, 1e-3, 1e4], np.float32)
 _LIKELY = 2**31  # a threshold of random numbers that half of them pass
+_LONGEST = 2**14  # elements of which places are looked at; the check has fewer
+_FURTHEST = 16 * _LONGEST  # places
 _PERIOD = {True: 12, False: 5}  # of places, with and without 16-byte loads
 
 
@@ -43,6 +45,26 @@ def right_map(
         return False
     chooser.table.note_checked(known)
     return True
+
+
+def has_variants(kernels: MapKernel, *, wide: bool) -> bool:
+    """Whether the check knows which elements a kernel reads and writes; if not, there is the base variant alone.
+
+    It does not where statements reach for pointers themselves, where a place is no arithmetic that Python shares with
+    GLSL, lies outside what the check would allocate, or, as an output's, is one for several elements.
+    """
+    if kernels.reaches_pointers:
+        return False
+    if all(operand.place == "index" for operand in (*kernels.inputs, *kernels.outputs)):
+        return True
+    try:
+        index = np.arange(_LONGEST)
+        scalars = _scalars(kernels, wide) | {"num_elements": _LONGEST}
+        inputs, outputs = ([one.indices(index, scalars) for one in some] for some in (kernels.inputs, kernels.outputs))
+    except (ArithmeticError, LookupError, NameError, SyntaxError, TypeError, ValueError):
+        return False
+    apart = all(np.unique(places).size == _LONGEST for places in outputs)
+    return apart and all(places.min() >= 0 and places.max() < _FURTHEST for places in inputs + outputs)
 
 
 def _compare(gpu: Recorder, kernels: MapKernel, choice: MapVariant, base: MapVariant, wide: bool, tail: bool) -> str:
@@ -74,5 +96,6 @@ def _scalars(kernels: MapKernel, wide: bool) -> dict[str, float]:
 
 def _size_of(kernels: MapKernel, pointer: str, num_elements: int, scalars: Mapping[str, float]) -> int:
     index = np.arange(num_elements)
+    values = {**scalars, "num_elements": num_elements}
     operands = [operand for operand in (*kernels.inputs, *kernels.outputs) if operand.pointer == pointer]
-    return 1 + max(int(operand.indices(index, scalars).max()) for operand in operands)
+    return 1 + max(int(operand.indices(index, values).max()) for operand in operands)

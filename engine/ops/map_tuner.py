@@ -55,6 +55,7 @@ def tune_map(gpu: Recorder, call: MapCall, *, rounds: int = 5) -> Measured:
     kernels, num_elements, wide = call[:3]
     tail = num_elements % 4 != 0
     family = map_variants(call.kernel, gpu.max_invocations)
+    family = family if kernels.has_variants(wide=wide) else family[-1:]
     worth = worth_measuring(-(-num_elements // call.width), family)
     usable = [choice for choice in worth if choice.barred_as not in chooser.table.barred]
     usable = [choice for choice in usable if right_map(gpu, chooser, kernels, choice, wide=wide, tail=tail)]
