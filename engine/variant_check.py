@@ -12,7 +12,7 @@ from .step_parameters import SIZE_BYTES, StepParameters
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-_GUARD = 1024  # words around every operand: more than a row of any check
+_GUARD = 1024  # words around every operand, at least
 _STEP = StepParameters(9, 3, 1, 0.01, 0.5, 0.1, 0.2, 0.3)
 T = TypeVar("T")
 
@@ -20,18 +20,25 @@ Record = Callable[["Recorder", T, "Mapping[str, int]"], None]  # aside, with one
 
 
 def difference(
-    gpu: Recorder, operands: Mapping[str, np.ndarray], record: Record[T], kernels: tuple[T, T], *, shift: int = 0
+    gpu: Recorder,
+    operands: Mapping[str, np.ndarray],
+    record: Record[T],
+    kernels: tuple[T, T],
+    *,
+    shift: int = 0,
+    guard: int = _GUARD,
 ) -> str:
     """What differs after `record` with the first kernel from after it with the second, in words; "" for nothing.
 
     operands: float32 or int32, inputs and outputs alike: what a kernel does not write must stay as it is. They begin on
-    16 bytes, and `shift` words behind that. NaN equals NaN.
+    16 bytes, and `shift` words behind that. guard: words around each, more than a kernel of this check could miss its
+    place by. NaN equals NaN.
     """
     starts: dict[str, int] = {}
-    total = SIZE_BYTES // 4 + _GUARD
+    total = SIZE_BYTES // 4 + guard
     for name, array in operands.items():
         starts[name] = total + shift
-        total += -(-(array.size + shift) // 4) * 4 + _GUARD
+        total += -(-(array.size + shift) // 4) * 4 + guard
     begin = np.random.default_rng(7).standard_normal(total).astype(np.float32)
     begin[: SIZE_BYTES // 4].view(np.uint8)[: len(_STEP.pack())] = np.frombuffer(_STEP.pack(), np.uint8)
     for name, array in operands.items():
@@ -42,7 +49,7 @@ def difference(
     if not len(wrong):
         return ""
     word = int(wrong[0])
-    name = [name for name, start in starts.items() if start <= word + _GUARD // 2][-1]
+    name = [name for name, start in starts.items() if start <= word + guard // 2][-1]
     values = f"{name}[{word - starts[name]}]: {got[word]!r} instead of {expected[word]!r}"
     return f"{len(wrong)} words differ from the base variant's, the first at {values}"
 

@@ -1,8 +1,7 @@
 """The choice of a kernel variant: forced, else measured, else estimated; and the log line that says why.
 
 `select` is the pure function. What a family has for a shape and device, and what is taken of it where nothing was
-measured, is in `matmul_variants.py` and `block_fold_variants.py`; their choosers are in `matmul_choice.py` and
-`block_fold_choice.py`.
+measured, is in a file `..._variants.py` for each (matmul, block_fold, fold, map), its chooser in `..._choice.py`.
 """
 
 from __future__ import annotations

@@ -267,9 +267,9 @@ def matmul(
     epilogue; with accumulate the chain starts from out, as if the products added before were the front of a longer k.
 
     precision "float16" or "bfloat16": a and b are rounded to it (to nearest even; float16 overflows to infinity from
-    65,520), the sums stay float32. A device with cooperative matrices then multiplies float16 on them, and the order of
-    its sums is its own; elsewhere nothing is faster than float32, and what is left of a @ b's relative error is 2^-10
-    (float16) or 2^-7 (bfloat16) of |a| @ |b|. Never chosen unless asked for.
+    65,520), the sums stay float32. A device with cooperative matrices of that precision then multiplies on them, and
+    the order of its sums is its own; elsewhere nothing is faster than float32. What is left of a @ b's relative error
+    is 2^-10 (float16) or 2^-7 (bfloat16) of |a| @ |b|. Never chosen unless asked for.
 
     epilogue: what is stored instead, an expression of SUM (a @ b), of BIAS and RESIDUAL where those are given, and of
     any other names, whose values are `operands`: a tensor of C's shape, of [n] (a number a column), of [..., m, 1] (a

@@ -56,4 +56,4 @@ def _compare(gpu: Recorder, fold: RowFold, choice: RowVariant, base: RowVariant,
     def record(aside: Recorder, variant: RowVariant, at: Mapping[str, int]) -> None:
         aside.dispatch(fold.variant(variant, wide=wide), -(-rows // variant.rows), *at.values(), rows, cols, *scalars)
 
-    return difference(gpu, operands, record, (choice, base), shift=0 if wide else 1)
+    return difference(gpu, operands, record, (choice, base), shift=0 if wide else 1, guard=max(1024, 2 * cols))
