@@ -54,8 +54,8 @@ class OpLauncher:
                 rule.ready_aligned = True
 
     @staticmethod
-    def _kind(call: Call) -> Any:
-        """Equal for joint calls that need the same kernels."""
+    def kind_of(call: Call) -> Any:
+        """Equal for calls that need the same kernels."""
         addresses, key = 0, call.identity
         for tensor in call.inputs:
             if tensor is not None:
@@ -70,7 +70,7 @@ class OpLauncher:
 
     def can_launch(self, call: Call) -> bool:
         """Whether the kernels of a joint call can be compiled; compiles them."""
-        key = self._kind(call)
+        key = self.kind_of(call)
         found = self._joint.get(key)
         if found is not None:
             return found
@@ -89,7 +89,7 @@ class OpLauncher:
         """Such calls are joined no more: one failed."""
         # Its text, not the error: somebody may keep log records, and it would keep tensors.
         logger.warning("%s: not joined, the calls are launched apart: %s", " + ".join(call.parts), str(error))
-        self._note(self._kind(call), False)
+        self._note(self.kind_of(call), False)
 
     def _note(self, key: Any, can_launch: bool) -> None:
         if len(self._joint) >= _MOST_JOINT:

@@ -13,7 +13,7 @@ from .expr_glsl import KINDS, glsl_includes, glsl_statements
 from .expr_numpy import evaluate
 from .expr_walk import topological
 from .kernel import Kernel, read_shader
-from .map_choice import MapChooser
+from .map_choice import MapChooser, tuning_key
 from .map_variants import SIZES, MapVariant, map_variants
 from .ops.map_check import has_variants, right_map
 from .tensor import Tensor
@@ -192,13 +192,14 @@ class MapKernel:
         gpu: Recorder = getattr(on, "recorder", on)  # type: ignore[arg-type]
         chooser, tail = MapChooser.of(gpu), num_elements % 4 != 0
         kernel, width = (self.wide, 4) if wide else (self.narrow, 1)
-        choice = map_variants(kernel.name, gpu.max_invocations)[-1]
+        choice, call = map_variants(kernel.name, gpu.max_invocations)[-1], ""
         while self.has_variants(wide=wide):
             choice = chooser.choose(kernel.name, num_elements, width, gpu.max_invocations)
+            call = tuning_key(kernel.name, num_elements)
             if right_map(gpu, chooser, self, choice, wide=wide, tail=tail):
                 break
         plan = MapPlan(self.variant(choice, wide=wide, tail=tail), self.num_groups(choice, num_elements, wide=wide))
-        chooser.keep((self, num_elements, wide, choice_state()), plan)
+        chooser.keep((self, num_elements, wide, choice_state()), plan, call, [plan.kernel] if call else ())
         return plan
 
 

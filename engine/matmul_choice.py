@@ -27,6 +27,11 @@ def tuning_key(product: Product, layout: str) -> str:
     return f"matmul {'x'.join(map(str, product))} {layout}"
 
 
+def call_name(product: Product, layout: str, precision: str) -> str:
+    """How a product is called in a log or a profile: in float32 as in a table."""
+    return " ".join([tuning_key(product, layout), *[precision] * (precision != "float32")])
+
+
 def select_for(
     device: Capabilities, product: Product, key: str, table: TuningTable, tuned: bool = True
 ) -> Selection[Choice]:
@@ -67,18 +72,17 @@ class MatmulChooser(VariantChooser[Choice]):
 
         Raises BadInputError for a forced one that there is not, VkfoldError for a barred one.
         """
-        key = tuning_key(product, layout)
-        name = self.forced()
+        call, name = call_name(product, layout, precision), self.forced()
         forced = self.named(name) if name else None
         if forced is not None and forced.variant.precision == precision:
-            return self.note(key, self.forced_choice(forced))
+            return self.note(call, self.forced_choice(forced))
         if precision != "float32":
             choices = rounded_choices(self.device, precision, product)
             usable = [choice for choice in choices if choice.barred_as not in self.table.barred]
             if not usable:
                 raise VkfoldError(f"matmul in {precision} is barred on this device: {self.table.barred}")
-            return self.note(f"{key} {precision}", Selection(usable[0], f"{precision} was asked for"))
-        return self.note(key, select_for(self.device, product, key, self.table, uses_tuning()))
+            return self.note(call, Selection(usable[0], f"{precision} was asked for"))
+        return self.note(call, select_for(self.device, product, call, self.table, uses_tuning()))
 
     def check_name(self, op: str, name: str) -> None:
         self.named(name)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .errors import BadInputError
 from .fusion import Call
+from .launcher import OpLauncher
+from .variant_families import reasons_of
 from .vulkan_api import QueryPool
 
 if TYPE_CHECKING:
     from .vulkan_engine import VulkanEngine
 
+Reasons: TypeAlias = Mapping[str, Mapping[str, str]]
 _QUERIES = 4096  # timestamps a query pool: a step of more ops takes several
 
 
@@ -24,7 +29,8 @@ class Scope(NamedTuple):
 class OpSample(NamedTuple):
     """One op as it ran. start, seconds: device time; parts: the calls that fusion made one.
 
-    flops, bytes_moved: of the op's cost rule, every tensor read and written once. kernels: name -> dispatches.
+    flops, bytes_moved: of the op's cost rule, every tensor read and written once. kernels: name -> dispatches. reasons:
+    of those with variants, name -> call, as the log has it -> variant and why it was chosen.
     """
 
     op: str
@@ -35,6 +41,7 @@ class OpSample(NamedTuple):
     start: float
     seconds: float
     kernels: dict[str, int]
+    reasons: Reasons = MappingProxyType({})
 
 
 class OpProfiler:
@@ -50,8 +57,9 @@ class OpProfiler:
         self.engine = engine
         self.scope = Scope()
         self._pools: list[QueryPool] = []
-        self._calls: list[tuple[Call, dict[str, int]]] = []
+        self._calls: list[tuple[Call, dict[str, int], Reasons]] = []
         self._kernels: dict[str, int] = {}
+        self._reasons: dict[Any, Reasons] = {}  # by kind of call
 
     def attach(self) -> None:
         """Start measuring. Raises BadInputError when the engine has a profiler already."""
@@ -71,16 +79,20 @@ class OpProfiler:
             pool.destroy()
         self._pools.clear()
         self._calls.clear()
+        self._reasons.clear()
 
     def begin(self, call: Call) -> None:
-        """An op's commands follow."""
+        """An op's commands follow. The first of a kind is rehearsed before, to hear what is chosen for it."""
+        kind = OpLauncher.kind_of(call)
+        if (reasons := self._reasons.get(kind)) is None:
+            reasons = self._reasons[kind] = reasons_of(self.engine.recorder, call)
         index = 2 * len(self._calls)
         if index // _QUERIES == len(self._pools):
             self._pools.append(self.engine.device.create_query_pool(_QUERIES))
         if index % _QUERIES == 0:
             self.engine.recorder.reset_queries(self._pools[index // _QUERIES])
         self._kernels = {}
-        self._calls.append((call, self._kernels))
+        self._calls.append((call, self._kernels, reasons))
         self.engine.recorder.write_timestamp(self._pools[index // _QUERIES], index % _QUERIES)
 
     def end(self) -> None:
@@ -97,12 +109,14 @@ class OpProfiler:
             if left > 0:
                 times += pool.seconds(min(left, _QUERIES))
         samples = []
-        for i, (call, kernels) in enumerate(self._calls):
+        for i, (call, kernels, planned) in enumerate(self._calls):
             start, stop = times[2 * i : 2 * i + 2]
             cost = call.cost
             moved = cost.bytes_read + cost.bytes_written
             scope = call.scope or Scope()
-            samples.append(OpSample(call.op.name, call.parts, scope, cost.flops, moved, start, stop - start, kernels))
+            reasons = {name: planned[name] for name in kernels if name in planned}
+            numbers = cost.flops, moved, start, stop - start
+            samples.append(OpSample(call.op.name, call.parts, scope, *numbers, kernels, reasons))
         self._calls.clear()
         return samples
 

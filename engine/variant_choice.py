@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, 
 
 from . import switches
 from .errors import BadInputError, VkfoldError
-from .kernel import SHADER_DIR
+from .kernel import SHADER_DIR, Kernel
 from .matmul_variants import Capabilities
 from .variant_cache import TuningTable
 
@@ -121,8 +121,8 @@ _MOST_PLANS = 8192
 class VariantChooser(Generic[V]):
     """Chooses the variants of a family of kernels for one recorder; a subclass for each family.
 
-    plans: what was worked out, by shape. table: what is known of the device's variants. reasons: what a variant is
-    barred as, which is a piece of its kernels' names -> call (a key of the table) -> its name and why it was chosen.
+    plans: what was worked out, by shape. table: what is known of the device's variants. reasons: name of a kernel that
+    is in a plan -> call (a key of the table) -> its variant and why it was chosen.
     """
 
     family: ClassVar[str]  # as the table is called
@@ -135,6 +135,7 @@ class VariantChooser(Generic[V]):
         self.table = table
         self.plans: dict[Hashable, Any] = {}
         self.reasons: dict[str, dict[str, str]] = {}
+        self._chosen: dict[str, str] = {}  # call -> variant and why, as it was chosen the last time
 
     @classmethod
     def of(cls: type[C], gpu: Recorder) -> C:
@@ -176,21 +177,40 @@ class VariantChooser(Generic[V]):
             raise VkfoldError(f"{self.family} variant {choice.name} is forced and barred: {reason}")
         return Selection(choice, "forced")
 
-    def note(self, key: str, selection: Selection[V]) -> V:
-        """Log a choice and keep its reason; returns it."""
-        choice = selection.choice
-        for calls in self.reasons.values():  # it may have been another one's, barred since
-            calls.pop(key, None)
-        self.reasons.setdefault(choice.barred_as, {})[key] = f"{choice.name}, {selection.why}"
-        switches.logger.info("%s: %s (%s)", key, choice.name, selection.why)
+    def note(self, call: str, selection: Selection[V]) -> V:
+        """Log a choice, if it is new, and keep its reason for `keep`; returns it."""
+        choice, reason = selection.choice, f"{selection.choice.name}, {selection.why}"
+        if self._chosen.get(call) != reason:
+            for calls in self.reasons.values():  # it may have run in other kernels: forced, measured or barred since
+                calls.pop(call, None)
+            if len(self._chosen) >= _MOST_PLANS:
+                self._chosen.clear()
+            self._chosen[call] = reason
+            switches.logger.info("%s: %s (%s)", call, choice.name, selection.why)
         return choice
 
-    def keep(self, key: Hashable, plan: Any) -> None:
-        """Keep what was worked out for a call; all is forgotten where shapes never end."""
+    def keep(self, key: Hashable, plan: Any, call: str = "", kernels: Iterable[Kernel] = ()) -> None:
+        """Keep what was worked out; all is forgotten where shapes never end. call: whose choice was noted just before,
+        and the kernels that it runs in; none where nothing was chosen."""
         if len(self.plans) >= _MOST_PLANS:
             self.plans.clear()
             self.reasons.clear()
         self.plans[key] = plan
+        for kernel in kernels:
+            self.reasons.setdefault(kernel.name, {})[call] = self._chosen[call]
+
+    @contextmanager
+    def anew(self) -> Iterator[None]:
+        """Inside, no plan and no reason is there: each call's are made again, and forgotten behind it."""
+        kept, num_barred = (self.plans, self.reasons), VariantChooser.num_barred
+        self.plans, self.reasons = {}, {}
+        try:
+            yield
+        finally:
+            self.plans, self.reasons = kept
+            if VariantChooser.num_barred != num_barred:
+                self.plans.clear()
+                self.reasons.clear()
 
     def bar(self, variant: str, reason: str) -> None:
         """Never use a variant again on this device: in this process and, by the table, in later ones."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from .block_fold_choice import BlockFoldChooser
@@ -10,9 +11,10 @@ from .fold_variants import row_variants
 from .map_choice import MapChooser
 from .map_variants import map_variants
 from .matmul_choice import MatmulChooser
-from .variant_choice import VariantChooser
+from .variant_choice import ChoosingAs, VariantChooser
 
 if TYPE_CHECKING:
+    from .fusion import Call
     from .recorder import Recorder
 
 CHOOSERS: tuple[type[VariantChooser[Any]], ...] = (MatmulChooser, BlockFoldChooser, MapChooser, RowFoldChooser)
@@ -35,5 +37,17 @@ def check_forced(gpu: Recorder) -> None:
 
 
 def variant_reasons(gpu: Recorder) -> dict[str, dict[str, str]]:
-    """Piece of a kernel's name -> call -> variant and why it was chosen, of all families: what was chosen so far."""
-    return {piece: dict(calls) for chooser in CHOOSERS for piece, calls in chooser.of(gpu).reasons.items()}
+    """Name of a kernel -> call -> variant and why it was chosen, of all families: what was planned so far, with what
+    was only rehearsed or launched joined to another call."""
+    return {kernel: dict(calls) for chooser in CHOOSERS for kernel, calls in chooser.of(gpu).reasons.items() if calls}
+
+
+def reasons_of(gpu: Recorder, call: Call) -> dict[str, dict[str, str]]:
+    """The same, of one call as it is launched: it is rehearsed, with all its choices made again."""
+    with ExitStack() as stack:
+        for chooser in CHOOSERS:
+            stack.enter_context(chooser.of(gpu).anew())
+        stack.enter_context(ChoosingAs(call.choices))
+        stack.enter_context(gpu.rehearsal())
+        call.op.launch(gpu, call.inputs, call.made, **call.settings)
+        return variant_reasons(gpu)

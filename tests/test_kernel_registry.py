@@ -162,9 +162,9 @@ def test_the_list_of_kernels(
     assert origins == {
         (name, twin): "cache" if twin and "backward" not in name else "use" for name in names for twin in (False, True)
     }
-    assert main(["kernels", "registry"]) == 0  # of no op: the cache knows its name
+    assert main(["kernels", "registry"]) == 0  # no op declares it: the cache knows its name
     assert capsys.readouterr().out.splitlines()[1].split()[2:] == ["cache)", "registry_test", "in", "the", "cache"]
     assert main(["kernels"]) == 0
     text = capsys.readouterr().out
-    assert "in the cache also 1 of" in text and "registry_test" in text
+    assert "in the cache also 1 more: of ops, for a head_dim" in text and "registry_test" in text
     assert main(["kernels", "no such"]) == 1 and main(["kernel"]) == 2

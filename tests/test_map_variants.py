@@ -168,7 +168,7 @@ def test_forcing(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
             vulkan.relu(vulkan.tensor(np.ones(4)))
     monkeypatch.setenv("VKFOLD_VARIANT", "map=64x2")
     vulkan.relu(vulkan.tensor(np.ones(5))).numpy()
-    assert variant_reasons(vulkan.recorder)["relu_vec4_64x2"] == {"map relu_vec4 5": "64x2, forced"}
+    assert variant_reasons(vulkan.recorder)["relu_vec4_64x2_tail"] == {"map relu_vec4 5": "64x2, forced"}
     monkeypatch.setattr(vulkan.recorder, "max_invocations", 128)
     monkeypatch.setenv("VKFOLD_VARIANT", "map=256x2")
     with pytest.raises(BadInputError, match="256x2: this device allows 128 invocations a workgroup"):
@@ -208,11 +208,11 @@ def test_tuning_is_kept_used_and_changes_no_bit(untuned: VulkanEngine, monkeypat
     path.write_text(json.dumps(data))
     with VulkanEngine() as second:
         assert np.array_equal(added(second), before)
-        reasons = variant_reasons(second.recorder)["add_vec4_64x2"]
+        reasons = variant_reasons(second.recorder)["add_vec4_64x2_tail"]
         assert reasons[measured.key].startswith("64x2, measured 1e-06 ms, the least of")
         monkeypatch.setenv("VKFOLD_TUNE", "0")
         assert np.array_equal(added(second), before)
-        assert measured.key not in variant_reasons(second.recorder).get("add_vec4_64x2", {})
+        assert measured.key not in variant_reasons(second.recorder).get("add_vec4_64x2_tail", {})
 
 
 def test_random_numbers_and_scalars_are_measured(untuned: VulkanEngine) -> None:
@@ -264,7 +264,7 @@ def test_a_wrong_variant_is_barred_and_the_next_best_taken(
     assert set(chooser.table.barred) == {"add_vec4_256x2"}
     assert "map variant add_vec4_256x2 is barred on this device" in caplog.text
     assert "words differ from the base variant's, the first at y[" in caplog.text
-    assert variant_reasons(untuned.recorder)["add_vec4_64x2"][CALL.key].startswith("64x2, measured")
+    assert variant_reasons(untuned.recorder)["add_vec4_64x2_tail"][CALL.key].startswith("64x2, measured")
     assert "256x2" not in tune_map(untuned.recorder, CALL, rounds=1).seconds
     with forced_variant("256x2", "map"), pytest.raises(VkfoldError, match="256x2 is forced and barred"):
         added(untuned)
@@ -272,7 +272,7 @@ def test_a_wrong_variant_is_barred_and_the_next_best_taken(
         untuned.relu(untuned.tensor(values(5)))  # one that was never checked is checked first
     with VulkanEngine() as second:
         assert np.array_equal(added(second), expected)
-        assert "add_vec4_256x2" not in variant_reasons(second.recorder)
+        assert "add_vec4_256x2_tail" not in variant_reasons(second.recorder)
 
 
 def test_each_kernel_is_checked_once(untuned: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:

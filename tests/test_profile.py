@@ -6,17 +6,24 @@ import dataclasses
 import itertools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fusion_checks import fusing_engine
 from op_checks import check_op
 
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.errors import BadInputError
+from vkfold.engine.matmul_choice import MatmulChooser
+from vkfold.engine.matmul_variants import variants
+from vkfold.engine.ops.matmul_launch import PAIRS_SUBGROUP
 from vkfold.engine.plan_engine import PlanEngine
 from vkfold.engine.profiler import OpProfiler, OpSample, Scope
+from vkfold.engine.tensor import Tensor
+from vkfold.engine.variant_choice import forced_variant
 from vkfold.engine.vulkan_engine import VulkanEngine
 from vkfold.tools import gpu_profile
 from vkfold.tools.device_peaks import Peaks, measure_peaks
@@ -29,6 +36,7 @@ from vkfold.tools.profile_summary import ATTENTION, ELEMENTWISE, MATMUL, OPTIMIZ
 from vkfold.tools.run_config import RunConfig
 from vkfold.tools.step_options import OF_A_RUN
 
+fusing = pytest.fixture(name="fusing")(fusing_engine)
 TINY = ["--d-model", "32", "--num-layers", "2", "--num-heads", "2", "--seq-len", "64", "--batch-size", "4"]
 
 
@@ -187,20 +195,87 @@ def test_every_option_has_an_effect(tmp_path: Path) -> None:
     assert not read & {*OF_A_RUN}
 
 
-def test_reasons_are_those_of_the_longest_name() -> None:
-    """A kernel of one variant is not explained by another whose name begins its own."""
-    variants = {
-        "a_4x4": {"matmul 1": "first"},
-        "a_4x4_split2": {"matmul 2": "second", "matmul 3": "third"},
-        "x": {"4": ""},
+def test_reasons_by_hand() -> None:
+    """Every call that a kernel ran for, once; how many of its launches fusion made."""
+    plain = sample("matmul", 0, 1, 1, 1)._replace(kernels={"k_s8": 1}, reasons={"k_s8": {"matmul 1": "first"}})
+    other = plain._replace(reasons={"k_s8": {"matmul 2": "second"}})
+    longer = plain._replace(kernels={"k_s8_pairs12": 1}, reasons={"k_s8_pairs12": {"matmul 3": "third"}})
+    joined = sample("add", 0, 1, 1, 1)._replace(parts=("add", "scale"), kernels={"add_vec4_64x1": 1, "sum_scalar": 1})
+    samples = [plain, longer, plain._replace(parts=("matmul", "add_")), other, joined, sample("copy", 0, 1, 1, 1)]
+    assert dict(kernel_reasons(samples)) == {
+        "k_s8": "matmul 1: first; matmul 2: second; 1 of 3 ops that ran it: one launch for matmul + add_ (fusion)",
+        "k_s8_pairs12": "matmul 3: third",
+        "add_vec4_64x1": "16-byte loads: every row starts on 16 bytes; one launch for add + scale (fusion)",
+        "sum_scalar": "4-byte loads: some row does not start on 16 bytes; one launch for add + scale (fusion)",
+        "copy": "the only kernel of copy for these settings",
     }
-    one = sample("matmul", 0, 1, 1, 1)
-    samples = [one._replace(kernels={name: 1}) for name in ("matmul_a_4x4_s8", "matmul_a_4x4_split2", "matmul_a_4x4u2")]
-    assert dict(kernel_reasons(samples, variants)) == {
-        "matmul_a_4x4_s8": "matmul 1: first",
-        "matmul_a_4x4_split2": "matmul 2: second; matmul 3: third",
-        "matmul_a_4x4u2": "the tile for this shape and device, see docs/kernels.md",
-    }
+
+
+def profiled(engine: VulkanEngine, work: Callable[[], object]) -> list[OpSample]:
+    """Samples of some work, done once before."""
+    work()
+    profiler = OpProfiler(engine)
+    profiler.attach()
+    try:
+        work()
+        return profiler.take()
+    finally:
+        profiler.detach()
+
+
+def test_products_are_listed_under_the_kernels_they_ran_in(vulkan: VulkanEngine) -> None:
+    """Layouts of one variant have kernels of their own on some devices, and products that go on from what is there."""
+    a, b = (vulkan.tensor(np.random.default_rng(i).standard_normal((64, 64))) for i in range(2))
+    words = vulkan.recorder.in_words and vulkan.recorder.subgroup_size == PAIRS_SUBGROUP
+    name = next(
+        v.name for v in variants(MatmulChooser.of(vulkan.recorder).device) if not words or v.spread == "shuffle"
+    )
+
+    def products() -> None:
+        out = vulkan.matmul(a, b, trans_b=True)
+        vulkan.matmul(a, b, trans_a=True)
+        vulkan.matmul(a, b, out=out, accumulate=True)
+
+    with forced_variant(name):
+        samples = profiled(vulkan, products)
+    ran = [(kernel, call) for sample in samples for kernel in sample.kernels for call in sample.reasons[kernel]]
+    assert [call for _, call in ran] == [f"matmul 1x64x64x64 {letters}" for letters in ("NT", "TN", "NN")]
+    assert all(kernel.startswith(f"matmul_{name}") for kernel, _ in ran)
+    assert len(dict(ran)) == (3 if words else 2)
+    for kernel, why in kernel_reasons(samples):
+        assert why == "; ".join(f"{call}: {name}, forced" for other, call in ran if other == kernel)
+
+
+def test_only_what_ran_is_listed(fusing: VulkanEngine) -> None:
+    """A call of each family, and what fusion made of two: not the kernels of either by itself, planned before."""
+    q = fusing.tensor(np.random.default_rng(1).standard_normal((1, 32, 2, 8)))
+    x, other = (fusing.tensor(np.random.default_rng(i).standard_normal((33, 64))) for i in range(2))
+    weight = fusing.tensor(np.ones(64))
+
+    def work() -> list[Tensor]:
+        y, stats = fusing.rms_norm(x, weight)
+        product = fusing.matmul(y, other, trans_b=True)
+        del y
+        soft = [fusing.softmax(x), fusing.softmax(other), fusing.softmax(fusing.tensor(np.ones((44, 48))))]
+        return [product, *soft, stats, fusing.gelu(fusing.add(x, x)), fusing.attention(q, q, q, causal=True)[0]]
+
+    samples = profiled(fusing, work)
+    assert all(len(sample.reasons.get(kernel, "1")) == 1 for sample in samples for kernel in sample.kernels)
+    ran = [(kernel, call) for sample in samples for kernel, calls in sample.reasons.items() for call in calls]
+    assert [call for _, call in ran] == [
+        "row_fold rms_norm_stats_vec4 33x64",
+        "matmul 1x33x33x64 NT after rms_norm_apply",
+        *["row_fold softmax_vec4 33x64"] * 2,
+        "row_fold softmax_vec4 44x48",
+        "map add__activation_vec4 2112",
+        "attention_forward 1x2x32x8 causal",
+    ]
+    assert "_rms_norm_apply_of_" in ran[1][0]
+    text = dict(kernel_reasons(samples))[ran[2][0]]
+    assert text.count("33x64: ") == 1 and text.count("44x48: ") == (ran[4][0] == ran[2][0])
+    plans = {chooser: dict(chooser.plans) for chooser in fusing.recorder.choosers.values()}
+    assert [sample.reasons for sample in profiled(fusing, work)] == [sample.reasons for sample in samples]
+    assert plans == {chooser: chooser.plans for chooser in fusing.recorder.choosers.values()}  # measuring makes none
 
 
 def test_trace_starts_at_zero() -> None:

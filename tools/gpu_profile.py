@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engine.profiler import OpProfiler, OpSample
-from ..engine.variant_families import variant_reasons
 from ..engine.vulkan_engine import VulkanEngine
 from .budget_option import within_memory_budget
 from .checkpoint_sweep import draw_sweep, sweep_checkpoints
@@ -133,10 +132,9 @@ def _program(argv: Sequence[str]) -> int:
     with VulkanEngine(config.device) as engine:
         check_budget(config, vocab_size, budget_bytes(engine), automatic=within is not None)
         steps = profile_steps(engine, config, vocab_size)
-        chosen = variant_reasons(engine.recorder)  # before the probe's own products
         summary = summarize(steps, measure_peaks(engine))
         title = f"{config.preset or 'model'} on {engine.name}"
-        reasons = kernel_reasons(summary.samples, chosen)
+        reasons = kernel_reasons(summary.samples)
     paths = write_files(folder, summary, steps, title, reasons)
     result = summary.as_dict() | {"kernels": dict(reasons)}
     if not config.json:

@@ -16,7 +16,11 @@ from .console import TableConsole
 _SHOWN = 4
 _FROM = {"package": "compiled ahead of time", "cache": "in the cache", "": "compiled at first use"}
 FAMILIES = {"map": [choice.name for choice in map_variants("", 2**16)], "row_fold": row_names()}
-_NO_OP = "(in the cache)"  # of engine.map, engine.fold, fusion, or an op that was since changed
+_NO_OP = "(in the cache)"  # compiled when they were needed, and declared by no op: see _OTHERS
+_OTHERS = (
+    "of ops, for a head_dim, an expression or rows kept in registers that no kernel is compiled ahead of time for; of "
+    "engine.map, engine.fold or a Kernel of your own; made by fusion; or left by an op that was since changed"
+)
 
 
 def main(words: Sequence[str]) -> int:
@@ -40,15 +44,15 @@ def main(words: Sequence[str]) -> int:
         for family, names in FAMILIES.items():
             console.print(f"variants of each kernel of the family {family}: {', '.join(names)}", soft_wrap=True)
         console.print(
-            f"{len(known)} different kernels of ops; in the cache also {len(others)} of engine.map and engine.fold, or "
-            "made by fusion. One line a kernel: python -m vkfold kernels OP",
+            f"{len(known)} different kernels that ops declare; in the cache also {len(others)} more: {_OTHERS}. "
+            "One line a kernel: python -m vkfold kernels OP",
             soft_wrap=True,
         )
     return 0
 
 
 def overview_table(kernels: Mapping[str, Sequence[Kernel]], others: Sequence[str]) -> Table:
-    """One line an op: its kernels counted by where they come from; the last, those of no op that are in the cache."""
+    """One line an op: its kernels counted by where they come from; the last, those in the cache that no op declares."""
     table = Table("op", "kernels", "variants", "from", box=None, pad_edge=False)
     for name, group in sorted(kernels.items()):
         if group:

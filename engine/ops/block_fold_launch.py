@@ -67,7 +67,8 @@ def _plan(gpu: Recorder, call: BlockCall, aligned: bool) -> BlockPlan:
         choice = chooser.choose(call)
         tile = right_tile(gpu, chooser, call, choice, aligned=aligned)
         if tile is not None:
-            plan = chooser.plans[key] = plan_block_fold(gpu, call, tile)
+            plan = plan_block_fold(gpu, call, tile)
+            chooser.keep(key, plan, call.key, [kernel for kernel, _ in plan.kernels])
     return plan
 
 

@@ -15,7 +15,7 @@ from ..expr_numpy import evaluate
 from ..expr_walk import topological
 from ..input_checks import described, require_tensors
 from ..kernel import Kernel
-from ..matmul_choice import MatmulChooser
+from ..matmul_choice import MatmulChooser, call_name
 from ..matmul_variants import PRECISIONS, SUBGROUP_SIZES, Product, all_variants, rounded_variants
 from ..op import Op, register
 from ..step_parameters import StepParameters
@@ -106,13 +106,16 @@ def plan_for(
     aligned = not (a.address | b.address) & 7  # both operands start on 8 bytes
     tune = choice_state().tune
     key = (layout, trans_a, trans_b, accumulate, precision, aligned, chooser.forced(), tune, epilogue)
-    plan = chooser.plans.get(key)
+    plan: Plan | None = chooser.plans.get(key)
     while plan is None:
-        choice = chooser.choose(layout.product, f"{'NT'[trans_a]}{'NT'[trans_b]}", precision)
+        letters = f"{'NT'[trans_a]}{'NT'[trans_b]}"
+        choice = chooser.choose(layout.product, letters, precision)
         kinds = {accumulate, accumulate or layout.product.k > slice_of(chooser.device, layout.product)}
         pairs = pairs_of(gpu, layout, choice) if aligned else PLAIN
         if all(checked(gpu, chooser, choice.variant, resumes, pairs) for resumes in kinds):
-            plan = chooser.plans[key] = plan_of(gpu, chooser.device, layout, choice, pairs, epilogue=epilogue)
+            plan = plan_of(gpu, chooser.device, layout, choice, pairs, epilogue=epilogue)
+            kernels = [(plan.kernel, plan.more)[resumes] for resumes in kinds]
+            chooser.keep(key, plan, call_name(layout.product, letters, precision), kernels)
     return plan
 
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from ..expr_walk import topological
 from ..fold import FoldSpec
 from ..kernel import Kernel
-from ..matmul_choice import MatmulChooser
+from ..matmul_choice import MatmulChooser, tuning_key
 from ..matmul_variants import Choice, candidates, estimate
 from ..op import Op
 from ..tensor import Tensor, TensorSpec
+from ..variant_choice import Selection
 from .matmul import MATMUL, layout_of
 from .matmul_check import checked
 from .matmul_launch import PLAIN, Epilogue, Plan, pairs_of, plan_of, run_plan
@@ -91,15 +92,19 @@ def prologue_plan(gpu: Recorder, x: Tensor, b: Tensor, prologue: FoldSpec, trans
     chooser = MatmulChooser.of(gpu)
     forced = chooser.forced()
     key = (prologue, layout, trans_a, aligned, forced)  # with one row or column strides do not tell how A lies
-    plan = chooser.plans.get(key)
+    plan: Plan | None = chooser.plans.get(key)
     if plan is None:
         choices = [chooser.named(forced)] if forced else candidates(chooser.device, layout.product)
+        letters = f"{'NT'[trans_a]}{'NT'[trans_b]}"
+        call = f"{tuning_key(layout.product, letters)} after {prologue.name}"
         for choice in sorted(choices, key=lambda choice: estimate(chooser.device, layout.product, choice)):
             if not choice.variant.whole_workgroup and _is_right(gpu, chooser, choice):
                 pairs = pairs_of(gpu, layout, choice) if aligned else PLAIN
-                plan = chooser.plans[key] = plan_of(
-                    gpu, chooser.device, layout, choice, pairs, prologue, along_k=trans_a
-                )
+                plan = plan_of(gpu, chooser.device, layout, choice, pairs, prologue, along_k=trans_a)
+                milliseconds = 1e-6 * estimate(chooser.device, layout.product, choice)
+                why = f"least estimate of {len(choices)}, {milliseconds:.3g} ms"
+                chooser.note(call, Selection(choice, "forced" if forced else why))
+                chooser.keep(key, plan, call, (plan.kernel, plan.more))
                 break
     return plan
 

@@ -87,7 +87,7 @@ def _plan(gpu: Recorder, kernel: Kernel, num_pieces: int) -> tuple[Kernel, int]:
         if right_pieces(gpu, chooser, kernel, choice):
             break
     plan = variant_of(kernel, choice), -(-num_pieces // choice.pieces)
-    chooser.keep((kernel, num_pieces, choice_state()), plan)
+    chooser.keep((kernel, num_pieces, choice_state()), plan, tuning_key(kernel.name, num_pieces), plan[:1])
     return plan
 
 

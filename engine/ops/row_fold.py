@@ -97,7 +97,7 @@ class RowFold:
             if right_fold(gpu, chooser, self, choice, wide=wide):
                 break
         plan = RowPlan(self.variant(choice, wide=wide), -(-call.rows // choice.rows), call.rows, call.cols)
-        chooser.keep((self, shape, aligned, choice_state()), plan)
+        chooser.keep((self, shape, aligned, choice_state()), plan, call.key, [plan.kernel])
         return plan
 
     def reference(self, arrays: Sequence[Any], scalars: Sequence[float], step: StepParameters | None) -> list[Any]:
