@@ -354,9 +354,8 @@ class _HeadFold:
         used = seen.any(axis=0)
         num_held, num_streamed = seen.shape
         self.held = {name: given[name][batch, :, head] for name in fold.held}
-        self.streamed = {
-            name: np.concatenate([given[name][batch, used, member] for member in members]) for name in fold.streamed
-        }
+        of_members = {name: [given[name][batch, :, member] for member in members] for name in fold.streamed}
+        self.streamed = {name: np.concatenate([rows[used] for rows in each]) for name, each in of_members.items()}
         self.dtype = self.held[fold.held[0]].dtype
         self.seen = np.tile(seen[:, used], (1, len(members)))
         known: dict[str, Any] = {name: given[name] for name in fold.scalars}
@@ -378,9 +377,11 @@ class _HeadFold:
             known[name] = (place + offsets.get(kind, 0)).astype(self.dtype)
         with np.errstate(all="ignore"):
             for name, (a, b) in fold.dots.items():
-                known[name] = (self.held[a] * self.held[b]).sum(axis=1, keepdims=True)
+                dots = (self.held[a].astype(np.float64) * self.held[b]).sum(axis=1, keepdims=True)
+                known[name] = dots.astype(self.dtype)
             for name, (a, b) in fold.products.items():
-                known[name] = self.held[a] @ self.streamed[b].T
+                each = [_products(self.held[a], rows, a < b) for rows in of_members[b]]
+                known[name] = np.concatenate(each if used.all() else [made[:, used] for made in each], axis=1)
         self.known = known
         if fold.unseen is not None:
             self.seen = self.seen & ~self.value(fold.unseen).astype(bool)
@@ -422,3 +423,16 @@ class _HeadFold:
         made = {name: self.value(root) for name, root in fold.values.items()}
         known |= self.held
         return made | {name: self.value(root) for name, root in fold.rows.items()}
+
+
+def _products(held: np.ndarray, streamed: np.ndarray, held_first: bool) -> np.ndarray:
+    """held @ streamed.T, of all rows of one head on each side, seen or not, in the order of the rows' names.
+
+    A pair's product is to have the same bits in every fold that takes it, whichever side it holds: exp(score - lse) is
+    off by the rounding of the score, which for a large one is large. What a BLAS rounds depends on the matrices' shapes
+    and order, so those are the same for all; and it is done in float64, as it is for `dots`, with which dO v^T - delta
+    then is exactly 0 where o is v.
+    """
+    a, b = held.astype(np.float64), streamed.astype(np.float64)
+    made: np.ndarray = (a @ b.T if held_first else (b @ a.T).T).astype(held.dtype)
+    return made

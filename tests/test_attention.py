@@ -142,6 +142,32 @@ def test_given_scale_and_large_scores(vulkan: VulkanEngine, oracle: CpuEngine) -
     check(vulkan, oracle, [q * 12, k * 12, v, d_o])  # nearly one-hot; exp of anything unshifted would overflow
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("factor", [1e5, 1e6, 1e7, 1e30])
+@pytest.mark.parametrize("engine_name", ["cpu", "vulkan"])
+def test_scores_whose_rounding_is_large(
+    request: pytest.FixtureRequest, oracle: CpuEngine, engine_name: str, factor: float, causal: bool
+) -> None:
+    """Backward computes the scores as forward did, to the bit, or exp(score - lse) is anything; so with dO v^T - delta,
+    which a large q multiplies. From 1e7 on such a row sees one key alone, so that more changes no gradient.
+    """
+    q, k, v, d_o = make(2, 23, 29, 4, 2, 33)
+
+    def gradients(engine: ComputeEngine, factor: float) -> Arrays:
+        larger = q.copy()
+        larger[0, 7] *= factor
+        larger[1, 11, 2, 5] = factor
+        held = [engine.tensor(x) for x in (larger, k, v)]
+        made = engine.attention_backward(
+            engine.tensor(d_o), *held, *engine.attention(*held, causal=causal, window=17), causal=causal, window=17
+        )
+        return [gradient.numpy() for gradient in made]
+
+    wanted = gradients(oracle, min(factor, 1e7))
+    for got, want in zip(gradients(request.getfixturevalue(engine_name), factor), wanted, strict=True):
+        assert np.abs(got - want).max() < 2e-6 * np.abs(want).max()
+
+
 def test_nan_stays_in_its_row(vulkan: VulkanEngine) -> None:
     q, k, v, _ = make(1, 20, 20, 1, 1, 8)
     q[0, 5] = np.nan
