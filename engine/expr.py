@@ -8,9 +8,9 @@
 `where` takes) or a whole number of 32 bits (random numbers, indices). Equal expressions are one object, so `is`
 compares them and a common part is computed once.
 
-What an expression means is fixed to the bit but for exp, log, rsqrt and division, whose error is the driver's: each
-operator rounds once, nothing is reassociated, `fma` rounds once where the device has one. `maximum` and `minimum` are
-a comparison and a choice, the same for NaN and signed zero everywhere.
+What an expression means is fixed to the bit but for exp, log, rsqrt, tanh and division, whose error is the driver's:
+each operator rounds once, nothing is reassociated, `fma` rounds once where the device has one. `maximum` and `minimum`
+are a comparison and a choice, the same for NaN and signed zero everywhere.
 """
 
 from __future__ import annotations
@@ -225,7 +225,9 @@ def logistic(x: Expr | float) -> Expr:
 
 
 def tanh(x: Expr | float) -> Expr:
-    """The hyperbolic tangent from exp(-2 |x|): never overflows. Its error is a few units of 1, not of the result."""
+    """The hyperbolic tangent: never overflows. Its error is at most about 4 units in the last place of the result, down
+    to the smallest; -0 stays -0. On the device x times a polynomial of x^2 for |x| < 9/16, beyond from exp(-2 |x|).
+    """
     return make("tanh", x)
 
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
-from .expr import Expr, exp, make, where
+from .expr import Expr, exp, fma, make, where
+
+# tanh(x) / x = 1 + z (c0 + z (c1 + ...)), z = x^2, for |x| < _TANH_NEAR: least maximum of the relative error, 4.6e-8,
+# by Lawson's weighted least squares in float64 on 4,000 Chebyshev nodes in z. From 0.55 on tanh is above a half, where
+# the error of 1 - exp(-2 |x|) is half as many units in the last place as below.
+_TANH_NEAR = 0.5625
+_TANH = (-0.3333287537097931, 0.1331907957792282, -0.05256512016057968, 0.016232920810580254)
 
 
 def topological(roots: Iterable[Expr]) -> list[Expr]:
@@ -45,24 +51,38 @@ def named(roots: Iterable[Expr], op: str = "variable") -> list[str]:
     return [node.name for node in topological(roots) if node.op == op]
 
 
-def expanded(roots: Iterable[Expr]) -> list[Expr]:
-    """The expressions with logistic, tanh, max and min written out in simpler operations: what is printed."""
+def expanded(roots: Iterable[Expr], keep: Container[str] = ()) -> list[Expr]:
+    """The expressions with logistic, tanh, max and min written out in simpler operations: what is printed.
+
+    keep: operations that stay what they are.
+    """
     roots = list(roots)
     new: dict[Expr, Expr] = {}
     for node in topological(roots):
         args = [new[arg] for arg in node.args]
-        if node.op == "logistic":
+        if node.op in keep:
+            new[node] = make(node.op, *args)
+        elif node.op == "logistic":
             new[node] = where(args[0] > 0.0, 1.0 - logistic_tail(args[0]), logistic_tail(args[0]))
         elif node.op == "tanh":
-            e = exp(-2.0 * abs(args[0]))
-            size = (1.0 - e) / (1.0 + e)
-            new[node] = where(args[0] < 0.0, -size, size)
+            new[node] = _tanh(args[0])
         elif node.op in ("max", "min"):
             a, b = args
             new[node] = where(a < b if node.op == "max" else b < a, b, a)
         else:
             new[node] = make(node.op, *args) if args else node
     return [new[root] for root in roots]
+
+
+def _tanh(x: Expr) -> Expr:
+    """tanh(x): from exp(-2 |x|), which cannot overflow, but near 0, where that cancels, by a polynomial."""
+    z = x * x
+    factor: Expr | float = _TANH[-1]
+    for number in (*reversed(_TANH[:-1]), 1.0):
+        factor = fma(z, factor, number)
+    e = exp(-2.0 * abs(x))
+    size = (1.0 - e) / (1.0 + e)
+    return where(abs(x) < _TANH_NEAR, x * factor, where(x < 0.0, -size, size))
 
 
 def logistic_tail(x: Expr) -> Expr:

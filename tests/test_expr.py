@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vkfold.engine import expr as e
+from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.expr_derivative import derivative, pullback
 from vkfold.engine.expr_glsl import KINDS, glsl_branches, glsl_statements
 from vkfold.engine.expr_numpy import evaluate
@@ -337,6 +338,32 @@ def test_functions_at_the_ends(vulkan: VulkanEngine, function: Any) -> None:
     assert np.all(
         np.abs(got[~special] - want[~special]) <= 200 * 2.0**-24 * np.maximum(np.abs(want[~special]), 2.0**-100)
     )
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_tanh_to_the_last_places(vulkan: VulkanEngine, cpu: CpuEngine, wide: bool) -> None:
+    """Its error is 4 units of the result, where exp(-2 |x|) alone would leave 3e-8 at 1e-30; 0 keeps its sign."""
+    rng = np.random.default_rng(3)
+    sizes = [
+        10.0 ** rng.uniform(-30, 1, 20_000),
+        rng.uniform(0.4, 0.7, 20_000),
+        [0.5625, 0.0, 1e-38, 9.5, 40.0, np.inf],
+    ]
+    size = np.concatenate(sizes).astype(np.float32)
+    x = np.concatenate([size, -size])
+    want = np.tanh(x.astype(np.float64))
+    for got in (on_device(vulkan, e.tanh(A), x, x, wide), cpu.map(e.tanh(A), a=cpu.tensor(x)).numpy()):
+        assert np.all(np.abs(got - want) <= 4 * np.spacing(np.abs(want).astype(np.float32)))
+        assert np.abs(got).max() == 1 and np.array_equal(np.signbit(got), np.signbit(x))
+
+
+def test_the_slope_of_tanh(vulkan: VulkanEngine) -> None:
+    """1 - tanh(x)^2, accurate where tanh(x) is nearly 1."""
+    size = 10.0 ** np.linspace(-30, 1, 1001)
+    x = np.concatenate([size, -size, [0.0]]).astype(np.float32)
+    want = np.cosh(x.astype(np.float64)) ** -2
+    got = on_device(vulkan, derivative(e.tanh(A), A), x, x)
+    assert np.all(np.abs(got - want) <= 50 * 2.0**-24 * want)
 
 
 def test_text() -> None:
