@@ -225,8 +225,9 @@ def logistic(x: Expr | float) -> Expr:
 
 
 def tanh(x: Expr | float) -> Expr:
-    """The hyperbolic tangent: never overflows. Its error is at most about 4 units in the last place of the result, down
-    to the smallest; -0 stays -0. On the device x times a polynomial of x^2 for |x| < 9/16, beyond from exp(-2 |x|).
+    """The hyperbolic tangent: never overflows. Its error is at most about 4 units in the last place of the result;
+    subnormals are x or, on a device that flushes them, 0; -0 stays -0. On the device it is x times a polynomial of x^2
+    for |x| < 9/16, beyond that made from exp(-2 |x|).
     """
     return make("tanh", x)
 

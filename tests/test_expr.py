@@ -347,7 +347,7 @@ def test_tanh_to_the_last_places(vulkan: VulkanEngine, cpu: CpuEngine, wide: boo
     sizes = [
         10.0 ** rng.uniform(-30, 1, 20_000),
         rng.uniform(0.4, 0.7, 20_000),
-        [0.5625, 0.0, 1e-38, 9.5, 40.0, np.inf],
+        [0.5625, 0.0, 2.0**-126, 9.5, 40.0, np.inf],
     ]
     size = np.concatenate(sizes).astype(np.float32)
     x = np.concatenate([size, -size])
