@@ -25,11 +25,9 @@ from vkfold.tools import kernel_lab, lab_ops
 from vkfold.tools.model_setup import make_model, make_optimizer, make_training_step
 from vkfold.tools.run_config import RunConfig
 from vkfold.tools.tune_calls import (
-    CallOfPieces,
     Calls,
-    ElementwiseCall,
     FoldCall,
-    FoldOfRows,
+    KernelCall,
     ProductCall,
     calls_of_step,
     calls_of_text,
@@ -98,8 +96,7 @@ def test_calls_of_a_step_are_those_that_an_engine_launches(monkeypatch: pytest.M
     monkeypatch.setenv("VKFOLD_DEBUG", "0")
     monkeypatch.setenv("VKFOLD_FUSION", "1")
     config = RunConfig(inputs=[], d_model=16, num_layers=2, num_heads=2, seq_len=8, batch_size=2, dropout=0.1)
-    kinds = ElementwiseCall, CallOfPieces, FoldOfRows
-    calls = {call.key.split()[1]: n for call, n in calls_of_step(config, 64).items() if isinstance(call, kinds)}
+    calls = {call.key.split()[1]: n for call, n in calls_of_step(config, 64).items() if isinstance(call, KernelCall)}
     launched: list[str] = []
     with VulkanEngine() as engine:
         model = make_model(engine, config, 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -108,10 +109,17 @@ class FoldCall(NamedTuple):
         return tune_block_fold(gpu, self.call, rounds=rounds)
 
 
-class ElementwiseCall(NamedTuple):
-    """A map kernel, of one op or of several that are joined. work: floating-point operations."""
+_FAMILIES: dict[type[Any], tuple[type[VariantChooser[Any]], Callable[..., str], Callable[..., Measured]]] = {
+    MapCall: (MapChooser, unmeasured_map, tune_map),
+    PieceCall: (MapChooser, unmeasured_pieces, tune_pieces),
+    RowFoldCall: (RowFoldChooser, unmeasured_fold, tune_row_fold),
+}
 
-    call: MapCall
+
+class KernelCall(NamedTuple):
+    """A kernel of elements (of one op or of several that are joined), of pieces, or over rows. work: operations."""
+
+    call: MapCall | PieceCall | RowFoldCall
     work: int
 
     @property
@@ -122,62 +130,14 @@ class ElementwiseCall(NamedTuple):
     def flops(self) -> float:
         return float(self.work)
 
-    def chooser(self, gpu: Recorder) -> MapChooser:
-        return MapChooser.of(gpu)
+    def chooser(self, gpu: Recorder) -> VariantChooser[Any]:
+        return _FAMILIES[type(self.call)][0].of(gpu)
 
     def unmeasured(self, gpu: Recorder) -> str:
-        return unmeasured_map(gpu, self.call)
+        return _FAMILIES[type(self.call)][1](gpu, self.call)
 
     def tune(self, gpu: Recorder, rounds: int) -> Measured:
-        return tune_map(gpu, self.call, rounds=rounds)
-
-
-class CallOfPieces(NamedTuple):
-    """A kernel that goes from piece to piece: a look-up, rope, a cast. work: floating-point operations."""
-
-    call: PieceCall
-    work: int
-
-    @property
-    def key(self) -> str:
-        return self.call.key
-
-    @property
-    def flops(self) -> float:
-        return float(self.work)
-
-    def chooser(self, gpu: Recorder) -> MapChooser:
-        return MapChooser.of(gpu)
-
-    def unmeasured(self, gpu: Recorder) -> str:
-        return unmeasured_pieces(gpu, self.call)
-
-    def tune(self, gpu: Recorder, rounds: int) -> Measured:
-        return tune_pieces(gpu, self.call, rounds=rounds)
-
-
-class FoldOfRows(NamedTuple):
-    """A fold over rows. work: floating-point operations."""
-
-    call: RowFoldCall
-    work: int
-
-    @property
-    def key(self) -> str:
-        return self.call.key
-
-    @property
-    def flops(self) -> float:
-        return float(self.work)
-
-    def chooser(self, gpu: Recorder) -> RowFoldChooser:
-        return RowFoldChooser.of(gpu)
-
-    def unmeasured(self, gpu: Recorder) -> str:
-        return unmeasured_fold(gpu, self.call)
-
-    def tune(self, gpu: Recorder, rounds: int) -> Measured:
-        return tune_row_fold(gpu, self.call, rounds=rounds)
+        return _FAMILIES[type(self.call)][2](gpu, self.call, rounds=rounds)
 
 
 class Calls:
@@ -211,17 +171,17 @@ def _tuned_calls(call: Call) -> list[TunedCall]:
     if isinstance(call.op, BlockFoldCalls):
         return [FoldCall(fold) for fold in call.op.block_calls(call.inputs, call.settings)]
     if isinstance(call.op, PieceOp) and call.settings.get("source", "") != call.settings.get("dtype"):
-        return [CallOfPieces(call.op.piece_call(call.inputs, call.outputs, **call.settings), call.cost.flops)]
+        return [KernelCall(call.op.piece_call(call.inputs, call.outputs, **call.settings), call.cost.flops)]
     if isinstance(call.op, RowFoldCalls):
         fold, inputs, scalars = call.op.fold_of_call(call.inputs, **call.settings)
         shape, aligned = fold.rows_of((*inputs, *call.outputs))
-        return [FoldOfRows(RowFoldCall(fold, shape, aligned and shape[-1] % 4 == 0, scalars), call.cost.flops)]
+        return [KernelCall(RowFoldCall(fold, shape, aligned and shape[-1] % 4 == 0, scalars), call.cost.flops)]
     side = Side.of(call)
     if side is not None:
         sizes = tuple(tensor.nbytes for tensor in side.tensors.values())
         wide = side.wide and not any(tensor.address % 16 for tensor in side.tensors.values())
         of_map = MapCall(side.kernel, side.num_elements, wide, sizes, side.values)
-        return [ElementwiseCall(of_map, call.cost.flops)]
+        return [KernelCall(of_map, call.cost.flops)]
     return []
 
 
