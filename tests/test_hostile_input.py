@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-from small_run import SMALL, TEXT
+from safetensors.numpy import load_file
+from small_run import SMALL, TEXT, edit_arrays
 from test_bad_input import message_of
 
 from vkfold.engine.errors import BadInputError
@@ -31,7 +31,7 @@ def test_moments_of_another_model(capsys: pytest.CaptureFixture[str], saved: Pat
     path = saved / "step-00000002" / "optimizer.safetensors"
     moments = load_file(path)
     name = next(name for name in moments if name.endswith("qkv.weight"))
-    save_file(moments | {name: np.zeros((3, 5), np.float32)}, path)
+    edit_arrays(path, moments | {name: np.zeros((3, 5), np.float32)})
     shown = message_of(capsys, "--resume", saved, "--max-steps", "4")
     assert "the saved moments are of another model or optimizer" in shown
     assert f"{name}: shape (3, 5)" in shown
@@ -42,13 +42,13 @@ def test_generating_from_weights_of_another_model(
 ) -> None:
     path = saved / "step-00000002" / "model.safetensors"
     weights = load_file(path)
-    save_file({name: value for name, value in weights.items() if "norm1" not in name}, path)
+    edit_arrays(path, {name: value for name, value in weights.items() if "norm1" not in name})
     assert "missing: blocks.0.norm1.weight" in message_of(capsys, saved, program="text_generate")
 
 
 def test_generating_from_weights_that_are_nan(capsys: pytest.CaptureFixture[str], saved: Path) -> None:
     path = saved / "step-00000002" / "model.safetensors"
-    save_file({name: np.full_like(value, np.nan) for name, value in load_file(path).items()}, path)
+    edit_arrays(path, {name: np.full_like(value, np.nan) for name, value in load_file(path).items()})
     assert "are the weights damaged?" in message_of(capsys, saved, "--engine", "cpu", program="text_generate")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_run import edit_arrays
 
 from vkfold.nn.training_step import TrainingStep
 from vkfold.tools import text_generate, text_train
@@ -164,12 +165,12 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
     save = open_save(root)
     before = hashes(root)
     path = save.folder / "model.safetensors"
-    from safetensors.numpy import load_file, save_file
+    from safetensors.numpy import load_file
 
     weights = load_file(path)
     name = next(name for name in weights if "feed_forward" in name and weights[name].ndim == 2)
     weights[name][0, 0] = np.nan
-    save_file(weights, path)
+    edit_arrays(path, weights)
     assert text_train.main(["--resume", str(root), "--max-steps", "9"]) == 1
     shown = capsys.readouterr().err
     assert "step 3: the loss is not finite" in shown
@@ -323,7 +324,7 @@ def test_bpe_run_resumes_with_its_tokenizer(text: Path, tmp_path: Path) -> None:
 
 def test_tied_head_is_one_tensor(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """CASES row 14: one tensor in the file, one optimizer slot; two different tensors are an error."""
-    from safetensors.numpy import load_file, save_file
+    from safetensors.numpy import load_file
 
     root = tmp_path / "run"
     train(text, *RUN, "--engine", "cpu", "--max-steps", "1", "--schedule-steps", "9", "--tie-head", "--save", root)
@@ -332,9 +333,9 @@ def test_tied_head_is_one_tensor(text: Path, tmp_path: Path, capsys: pytest.Capt
     assert not [name for name in save.optimizer() if name.endswith(".head")]
     path = save.folder / "model.safetensors"
     weights = load_file(path)
-    save_file(weights | {"head": weights["embedding.weight"]}, path)
+    edit_arrays(path, weights | {"head": weights["embedding.weight"]})
     train("--resume", root, "--max-steps", "2", "--save", tmp_path / "same")
-    save_file(weights | {"head": weights["embedding.weight"] + 1}, path)
+    edit_arrays(path, weights | {"head": weights["embedding.weight"] + 1})
     assert text_train.main(["--resume", str(save.folder), "--max-steps", "2", "--save", str(tmp_path / "other")]) == 2
     assert "two different tensors" in capsys.readouterr().err
 
