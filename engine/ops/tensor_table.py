@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..recorder import Recorder
 
 MAX_TENSORS = 65_535  # lavapipe 22.3 ends an invocation's loops after so many rounds
-CHUNK = 2048  # elements a workgroup of the update kernels takes
+CHUNK = 2048  # elements a workgroup of the update kernels takes: a part of a multiple of 32 for every 8 invocations
 UPDATE_WORDS = 12  # a row: four addresses; elements, first workgroup, weight decay, elements to be read 16 bytes a time
 SQUARES_WORDS = 8  # a row: address, elements, elements to be read 16 bytes a time; first part, parts, part size, 0
 
