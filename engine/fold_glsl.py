@@ -59,6 +59,9 @@ def _parts(state: State) -> list[Expr]:
     return [state.contribution] if state.aligned is None else [state.contribution, state.aligned]
 
 
+_ROUND = "@"  # in the text of a round, for its number
+
+
 class _Writer:
     def __init__(self, spec: FoldSpec, rounds: int) -> None:
         self.spec = spec
@@ -100,9 +103,12 @@ class _Writer:
                 *lines,
                 "}",
             ]
+        last = self.rounds - 1
+        whole, rest = body(0) if last else [], body(last)  # printing costs milliseconds: once for all whole rounds
         lines = []
         for r in range(self.rounds):
-            lines += ["{", f"    const uint c = first + {r}u * stride;", *(f"    {line}" for line in body(r)), "}"]
+            text = (line.replace(_ROUND, str(r)) for line in (rest if r == last else whole))
+            lines += ["{", f"    const uint c = first + {r}u * stride;", *(f"    {line}" for line in text), "}"]
         return lines
 
     def _is_whole(self, r: int) -> bool:
@@ -212,7 +218,7 @@ class _Writer:
     def _loads(self, roots: Iterable[Expr], r: int) -> list[str]:
         used = set(named(roots))
         return [
-            f"const vec4 v_{name} = {f'k_{name}_{r}' if name in self.kept else self._load(name, 'c', r)};"
+            f"const vec4 v_{name} = {f'k_{name}_{_ROUND}' if name in self.kept else self._load(name, 'c', r)};"
             for name in self.spec.of_kind("row", "column")
             if name in used
         ]
