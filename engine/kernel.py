@@ -8,7 +8,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from .step_parameters import GLSL_STRUCT
@@ -52,6 +52,7 @@ _SUM = re.compile(r"^(\d+|[A-Za-z_]\w*)(\s*[*+]\s*(\d+|[A-Za-z_]\w*))*$")
 _INCLUDE = re.compile(r'^#include "([\w./]+)"$', re.MULTILINE)
 
 
+@cache
 def read_shader(name: str) -> str:
     """The text of a file in shaders/, its #include lines replaced by the files they name."""
     text = (SHADER_DIR / name).read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _SPECIAL = np.array([0.0, -0.0, np.inf, np.nan, -np.inf, 1e-3, 1e4], np.float32)
 _LIKELY = 2**31  # a threshold of random numbers that half of them pass
-_LONGEST = 2**14  # elements of which places are looked at; the check has fewer
+_LONGEST = 9000  # elements of which places are looked at; the check has fewer
 _FURTHEST = 16 * _LONGEST  # places
 _PERIOD = {True: 12, False: 5}  # of places, with and without 16-byte loads
 
