@@ -13,10 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from rich.table import Table
 
 from .engine import switches
+from .engine.capabilities import usable_matrices
 from .engine.device_choice import choose_device
 from .engine.errors import VkfoldError
 from .engine.kernel import SHADER_DIR
-from .engine.matmul_variants import usable_matrices
 from .engine.physical_device import PhysicalDevice
 from .engine.vulkan_api import Instance
 from .tools import kernels, tune

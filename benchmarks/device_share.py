@@ -18,8 +18,8 @@ from collections.abc import Callable
 import numpy as np
 
 import vkfold as vf
+from vkfold.engine.capabilities import Capabilities
 from vkfold.engine.compute_engine import ComputeEngine
-from vkfold.engine.matmul_variants import Capabilities
 from vkfold.engine.profiler import OpProfiler, OpSample
 from vkfold.tools.device_peaks import measure_peaks
 

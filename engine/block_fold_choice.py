@@ -7,8 +7,8 @@ from functools import cache
 
 from .block_fold_call import BlockCall
 from .block_fold_variants import ROWS, TileVariant, device_tile, estimated_rows, tile_variants
+from .capabilities import Capabilities
 from .errors import BadInputError
-from .matmul_variants import Capabilities
 from .variant_cache import TuningTable
 from .variant_choice import OPS_WITH_VARIANTS, Selection, VariantChooser, hash_of_files, select, uses_tuning
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .block_fold_glsl import Tile
-from .matmul_variants import Capabilities
+from .capabilities import Capabilities
 
 ROWS = (4, 2, 1)  # held rows a lane
 # Rows a lane -> most registers: rows a lane, times rows it keeps for each, times head_dim. Wider tiles spill more than

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
+from .capabilities import Capabilities
 from .errors import BadInputError
 from .fold import FoldSpec
 from .fold_variants import RowVariant, estimated, row_variants, variant_names
-from .matmul_variants import Capabilities
 from .variant_cache import TuningTable
 from .variant_choice import Selection, VariantChooser, hash_of_files, select, uses_tuning
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
+from .capabilities import Capabilities
 from .expr_walk import expanded, topological
 from .fold import FoldSpec
-from .matmul_variants import Capabilities
 
 ROWS = (16, 1, 4)  # rows a workgroup; the last is the base variant's
 KEPT_ROWS = (16, 4)  # of those that keep them

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+from .capabilities import Capabilities
 from .errors import BadInputError
 from .map_variants import SIZES, STEPS, MapVariant, estimated, map_variants
-from .matmul_variants import Capabilities
 from .variant_cache import TuningTable
 from .variant_choice import Selection, VariantChooser, hash_of_files, select, uses_tuning
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .matmul_variants import Capabilities
+from .capabilities import Capabilities
 
 SIZES = (256, 64)  # invocations a workgroup; every device takes 128
 STEPS = (8, 4, 2, 1)  # pieces an invocation

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+from .capabilities import Capabilities
 from .errors import BadInputError, VkfoldError
 from .matmul_variants import (
-    Capabilities,
     Choice,
     Product,
     all_variants,

@@ -7,66 +7,16 @@ is the accumulation order, a function of shape and device alone (`split_of`); no
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Sequence
-from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from .physical_device import MatrixShape, PhysicalDevice
+from .capabilities import FRAGMENTS, Capabilities
+from .physical_device import MatrixShape
 from .workgroup_tile import WorkgroupTile
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
 
 SUBGROUP_SIZES = (4, 8, 16, 32, 64)
 PRECISIONS = ("float32", "float16", "bfloat16")  # of the operands; sums are float32
 _MIN_INVOCATIONS = 128  # a workgroup, on any Vulkan device
-# Fragments of cooperative matrices that there are kernels for, (m, n, k) by subgroup size: GPUs', and Mesa llvmpipe's
-_FRAGMENTS = {8: (8, 8, 8), 32: (16, 16, 16), 64: (16, 16, 16)}
-
-
-class Capabilities(NamedTuple):
-    """What the choice looks at. driver: "llvmpipe", "SwiftShader" or another; driver_major: its version.
-
-    parallel: subgroups the device works on at a time, about. matrices: cooperative matrices that it has and there are
-    kernels for. invocations, shared_bytes: the most of a workgroup.
-    """
-
-    subgroup_size: int
-    is_cpu: bool
-    driver: str
-    driver_major: int
-    parallel: int = 1024
-    matrices: tuple[MatrixShape, ...] = ()
-    invocations: int = 256
-    shared_bytes: int = 32768
-
-    @classmethod
-    def of(cls, gpu: Recorder) -> Capabilities:
-        """Of the device that is being recorded for."""
-        parallel = _cpus() if gpu.is_cpu else 1024
-        physical, size = gpu.device.physical, gpu.subgroup_size
-        version = major_version(physical.driver_info)
-        limits = physical.max_workgroup_invocations, physical.max_shared_bytes
-        return cls(size, gpu.is_cpu, gpu.driver, version, parallel, usable_matrices(physical, size), *limits)
-
-
-def usable_matrices(physical: PhysicalDevice, subgroup_size: int) -> tuple[MatrixShape, ...]:
-    """The cooperative matrices of a device that there are kernels for."""
-    return tuple(dict.fromkeys(s for s in physical.matrices if s[1:] == _FRAGMENTS.get(subgroup_size)))
-
-
-@cache
-def major_version(driver_info: str) -> int:
-    """The first number in what a driver says about itself, 0 without one."""
-    found = re.search(r"\d+", driver_info)  # "Mesa 22.3.6 (LLVM 15.0.6)"; lavapipe's own driverVersion is always 1
-    return int(found.group()) if found else 0
-
-
-@cache
-def _cpus() -> int:
-    return os.cpu_count() or 1
 
 
 class Variant(NamedTuple):
@@ -236,9 +186,9 @@ def rounded_variants(subgroup_size: int) -> tuple[Variant, ...]:
     emulated = [_EMULATED._replace(precision=precision) for precision in PRECISIONS[1:]]
     if subgroup_size == 4:
         emulated += [variant._replace(written=True) for variant in emulated]
-    if subgroup_size not in _FRAGMENTS:
+    if subgroup_size not in FRAGMENTS:
         return tuple(emulated)
-    shapes = [MatrixShape(precision, *_FRAGMENTS[subgroup_size]) for precision in PRECISIONS[1:]]
+    shapes = [MatrixShape(precision, *FRAGMENTS[subgroup_size]) for precision in PRECISIONS[1:]]
     return (*emulated, *(variant for shape in shapes for variant in _matrix_family(shape)))
 
 

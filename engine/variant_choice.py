@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from . import switches
+from .capabilities import Capabilities
 from .errors import BadInputError, VkfoldError
 from .kernel import SHADER_DIR, Kernel
-from .matmul_variants import Capabilities
 from .variant_cache import TuningTable
 
 if TYPE_CHECKING:

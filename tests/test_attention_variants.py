@@ -19,9 +19,9 @@ from vkfold.engine.block_fold_variants import (
     tile_variants,
     worth_measuring,
 )
+from vkfold.engine.capabilities import Capabilities
 from vkfold.engine.errors import BadInputError, VkfoldError
 from vkfold.engine.kernel import Kernel
-from vkfold.engine.matmul_variants import Capabilities
 from vkfold.engine.ops import block_fold_check, block_fold_dispatch
 from vkfold.engine.ops.attention import attention_calls
 from vkfold.engine.ops.block_fold_launch import KNOWN_HEAD_DIMS

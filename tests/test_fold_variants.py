@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from vkfold.engine.capabilities import Capabilities
 from vkfold.engine.errors import BadInputError, VkfoldError
 from vkfold.engine.expr import variables
 from vkfold.engine.fold import FoldSpec, State, Walk
@@ -16,7 +17,6 @@ from vkfold.engine.fold_choice import RowCall, RowFoldChooser, select_for
 from vkfold.engine.fold_glsl import kept_inputs
 from vkfold.engine.fold_variants import RowVariant, row_variants, takes_powers
 from vkfold.engine.kernel import Kernel
-from vkfold.engine.matmul_variants import Capabilities
 from vkfold.engine.ops import cross_entropy, layer_norm, rms_norm, softmax
 from vkfold.engine.ops.row_fold import RowFold
 from vkfold.engine.ops.row_fold_tuner import RowFoldCall, tune_row_fold

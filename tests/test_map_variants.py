@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from vkfold.engine.capabilities import Capabilities
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.errors import BadInputError, VkfoldError
 from vkfold.engine.expr import exp, variables
@@ -15,7 +16,6 @@ from vkfold.engine.kernel import Kernel, read_shader
 from vkfold.engine.map_choice import MapChooser, select_for, tuning_key
 from vkfold.engine.map_kernel import MapKernel, Operand
 from vkfold.engine.map_variants import MapVariant, map_variants
-from vkfold.engine.matmul_variants import Capabilities
 from vkfold.engine.op import OPS
 from vkfold.engine.ops import piece_kernels
 from vkfold.engine.ops.elementwise import MapOp

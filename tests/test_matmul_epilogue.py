@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vkfold.engine.capabilities import Capabilities
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.expr import cast, clamp, exp, fma, logistic, random_below, tanh, variable, variables, where, whole
 from vkfold.engine.expr_numpy import evaluate
 from vkfold.engine.matmul_choice import MatmulChooser
-from vkfold.engine.matmul_variants import Capabilities, all_variants, variants
+from vkfold.engine.matmul_variants import all_variants, variants
 from vkfold.engine.ops.activation import activation_of
 from vkfold.engine.ops.matmul_launch import MAX_SLICE
 from vkfold.engine.ops.matmul_parts import BIAS, RESIDUAL, SUM, USUAL_EPILOGUE, usual_epilogue

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from vkfold.engine import matmul_choice, matmul_variants, vulkan_device
+from vkfold.engine.capabilities import Capabilities
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.dtypes import rounded
 from vkfold.engine.errors import VulkanError
@@ -20,14 +21,7 @@ from vkfold.engine.expr import cast, exp, variable
 from vkfold.engine.glsl_compiler import BFLOAT_PRAGMA
 from vkfold.engine.kernel import Kernel
 from vkfold.engine.matmul_choice import MatmulChooser
-from vkfold.engine.matmul_variants import (
-    Capabilities,
-    Choice,
-    Product,
-    Variant,
-    rounded_choices,
-    rounded_variants,
-)
+from vkfold.engine.matmul_variants import Choice, Product, Variant, rounded_choices, rounded_variants
 from vkfold.engine.ops import matmul_launch
 from vkfold.engine.ops.matmul_launch import PLAIN, Pairs, matmul_kernel
 from vkfold.engine.ops.matmul_parts import USUAL, Parts, kernel_arguments

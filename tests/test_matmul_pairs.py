@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from vkfold.engine.capabilities import Capabilities
 from vkfold.engine.matmul_choice import MatmulChooser
-from vkfold.engine.matmul_variants import Capabilities, Choice, Product, Variant, variants
+from vkfold.engine.matmul_variants import Choice, Product, Variant, variants
 from vkfold.engine.ops import matmul_launch
 from vkfold.engine.ops.matmul import MATMUL
 from vkfold.engine.ops.matmul_launch import (

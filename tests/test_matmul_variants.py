@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vkfold.engine.capabilities import Capabilities
 from vkfold.engine.compute_engine import ComputeEngine
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.errors import BadInputError
 from vkfold.engine.matmul_choice import MatmulChooser
 from vkfold.engine.matmul_variants import (
-    Capabilities,
     Choice,
     Product,
     Variant,

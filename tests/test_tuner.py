@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vkfold.engine.capabilities import Capabilities
 from vkfold.engine.errors import VkfoldError
 from vkfold.engine.kernel import Kernel, read_shader
 from vkfold.engine.matmul_choice import MatmulChooser, select_for, tuning_key
-from vkfold.engine.matmul_variants import Capabilities, Choice, Product, Variant, candidates, least_estimate
+from vkfold.engine.matmul_variants import Choice, Product, Variant, candidates, least_estimate
 from vkfold.engine.ops import matmul_launch
 from vkfold.engine.ops.matmul import layout_of
 from vkfold.engine.ops.matmul_launch import Pairs, matmul_kernel

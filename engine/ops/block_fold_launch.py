@@ -10,8 +10,8 @@ from ..block_fold_call import BlockCall
 from ..block_fold_choice import BlockFoldChooser, op_of
 from ..block_fold_glsl import Tile
 from ..block_fold_variants import device_tile, family_rows
+from ..capabilities import Capabilities
 from ..kernel import Kernel
-from ..matmul_variants import Capabilities
 from ..op import Op
 from ..variant_choice import choice_state
 from .block_fold_check import right_tile

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from ..capabilities import Capabilities
 from ..fold import FoldSpec
 from ..glsl_compiler import BFLOAT_PRAGMA
 from ..kernel import Kernel, read_shader
-from ..matmul_variants import Capabilities, Choice, Product, Variant, tiles_of
+from ..matmul_variants import Choice, Product, Variant, tiles_of
 from ..tensor import Tensor
 from .activation import ACTIVATIONS
 from .matmul_parts import (
