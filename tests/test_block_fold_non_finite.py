@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from test_block_fold import NEAR, SQUARED, on
+from variant_checks import HEADS, MASKS, SEQ
 
 from vkfold.engine.attention_folds import attention_d_kv, attention_forward
 from vkfold.engine.attention_masks import KEYS_OF_QUERIES
-from vkfold.engine.attention_scores import alibi, softcap
 from vkfold.engine.block_fold import BlockFold, RowSum
 from vkfold.engine.block_fold_call import BlockCall, BlockSizes
 from vkfold.engine.block_fold_choice import BlockFoldChooser
@@ -26,21 +26,7 @@ from vkfold.engine.variant_choice import forced_variant
 from vkfold.engine.vulkan_engine import VulkanEngine
 
 Arrays = dict[str, np.ndarray]
-SEQ, HEADS, KV_HEADS = 40, 4, 2
-DOCUMENTS = np.array([[[0, 15]] * 15 + [[15, 40]] * 25], np.int32)
-MASKS: dict[str, dict[str, Any]] = {
-    "causal": {},
-    "everything": {"causal": False},
-    "window": {"window": 7},
-    "both sides": {"causal": False, "window": 5},
-    "more keys": {"keys": 53},
-    "more queries": {"keys": 11},
-    "padding": {"key_lengths": np.array([29], np.int32)},
-    "documents": {"documents": DOCUMENTS, "causal": False},
-    "sinks": {"sinks": np.linspace(-1, 2, HEADS, dtype=np.float32)},
-    "alibi": {"score": alibi(), "head_values": np.linspace(0.1, 0.5, HEADS, dtype=np.float32), "window": 11},
-    "softcap": {"score": softcap(3.0)},
-}
+KV_HEADS = 2
 
 
 def inputs(head_dim: int, keys: int = SEQ, seed: int = 0) -> Arrays:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from variant_checks import damaged
 
 from vkfold.engine.capabilities import Capabilities
 from vkfold.engine.errors import BadInputError, VkfoldError
@@ -189,18 +190,13 @@ def wrong(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     old, new = DAMAGES[request.param]
     right: Callable[..., Kernel] = RowFold.variant
 
-    def damaged(fold: RowFold, choice: RowVariant, *, wide: bool) -> Kernel:
+    def faulty(fold: RowFold, choice: RowVariant, *, wide: bool) -> Kernel:
         kernel = right(fold, choice, wide=wide)
         if choice.name not in ("kept4", "rows16") or fold is not softmax.FORWARD:
             return kernel
-        twin = kernel.specialized("")
-        for name in ("glsl", "digest"):
-            twin.__dict__.pop(name, None)
-        assert old in twin._source
-        twin._source = twin._source.replace(old, new)
-        return twin
+        return damaged(kernel, old, new)
 
-    monkeypatch.setattr(RowFold, "variant", damaged)
+    monkeypatch.setattr(RowFold, "variant", faulty)
     return str(request.param)
 
 
