@@ -68,6 +68,7 @@ GOALS = (
     *(Goal(f"matmul {size} {form}: rate over NN's", 0.7, _rate(f"matmul {size} {form}", f"matmul {size}"))
       for size in (512, 1024) for form in ("NT", "TN")),
     Goal("matmul 1752x4720x584: rate over matmul 1024's", 0.7, _rate("matmul 1752x4720x584", "matmul 1024")),
+    Goal("matmul 1000x33x257: rate over matmul 1000x32x256's", 0.7, _rate("matmul 1000x33x257", "matmul 1000x32x256")),
     Goal("attention 1x4x512x64 f+b: times as fast as aule", 20, _against("attention 1x4x512x64 f+b", "aule")),
     Goal("mlp step: times as fast as the best Vulkan peer", 5, _against("mlp step")),
     Goal("tiny lm step: times as fast as torchvulkan", 6, _against("tiny lm step", "torchvulkan")),

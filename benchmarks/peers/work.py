@@ -26,6 +26,7 @@ DEFAULT = (
     "matmul 1024 TN",
     "matmul 1752x4720x584",
     "matmul 1000x33x257",
+    "matmul 1000x32x256",
     "attention 1x4x512x64 f+b",
     "mlp step",
     "tiny lm step",
