@@ -42,8 +42,8 @@ class Rule:
     def __init__(self, op: Op, specs: Sequence[TensorSpec | None], settings: dict[str, Any]) -> None:
         self.outputs = tuple(op.outputs(*specs, **settings))
         self.scratch = tuple(op.scratch(*specs, **settings))
-        self.cost: Cost = op.cost(*specs, **settings)
         self.writes = tuple(op.written(len(specs), **settings))
+        self.cost: Cost = op.cost_of(specs, settings, self.outputs, self.writes)
         self.ready: set[Any] = set()  # alignments of inputs for which the kernels are compiled; launcher.py
         self.ready_aligned = False  # whether they are compiled for inputs that all start on 16 bytes
         self.choice_state: Any = None  # for which that holds, of ops with variants; variant_choice.py

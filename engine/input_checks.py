@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import numbers
 import operator
 import struct
@@ -13,6 +12,7 @@ import numpy as np
 
 from .dtypes import itemsize
 from .kernel import Argument, Kernel
+from .signatures import POSITIONAL_OR_KEYWORD, VAR_POSITIONAL, parameters_of
 from .tensor import Tensor
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ def described(value: Any) -> str:
 def _parameters(op: Op, count: int) -> list[tuple[str, bool]]:
     """(name, may be None) of the inputs, from the op's shape rule."""
     found: list[tuple[str, bool]] = []
-    for parameter in inspect.signature(op.outputs).parameters.values():
-        optional = "None" in str(parameter.annotation) or "Any" in str(parameter.annotation)
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+    for name, kind, annotation in parameters_of(op.outputs):
+        optional = "None" in annotation or "Any" in annotation
+        if kind is VAR_POSITIONAL:
             found += [(f"input {i}", optional) for i in range(len(found), count)]
-        elif parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            found.append((parameter.name, optional))
+        elif kind is POSITIONAL_OR_KEYWORD:
+            found.append((name, optional))
     return found
 
 
@@ -55,6 +55,8 @@ def input_name_at(op: Op, count: int, position: int) -> str:
 
 def check_inputs(op: Op, inputs: Sequence[Any]) -> None:
     """Raises TypeError for an input that is no tensor, and for None where one is needed."""
+    if set(map(type, inputs)) == {Tensor}:
+        return
     for value, (name, optional) in zip(inputs, _parameters(op, len(inputs)), strict=False):
         if not isinstance(value, Tensor) and not (value is None and optional):
             raise not_a_tensor(op.name, name, value)

@@ -73,10 +73,20 @@ class Op:
 
     def cost(self, *specs: TensorSpec | None, **settings: Any) -> Cost:
         """FLOPs, and bytes moved when every tensor is read and written once."""
-        written = sum(spec.nbytes for spec in self.outputs(*specs, **settings))
-        written += sum(spec.nbytes for i in self.written(len(specs), **settings) if (spec := specs[i]) is not None)
-        read = sum(spec.nbytes for spec in specs if spec is not None)
-        return Cost(self.flops(*specs, **settings), read, written)
+        return self.cost_of(specs, settings, self.outputs(*specs, **settings), self.written(len(specs), **settings))
+
+    def cost_of(
+        self,
+        specs: Sequence[TensorSpec | None],
+        settings: Mapping[str, Any],
+        outputs: Sequence[TensorSpec],
+        written: Sequence[int],
+    ) -> Cost:
+        """`cost`, of a call whose outputs and inputs that change are known."""
+        changed = [spec.nbytes for i in written if (spec := specs[i]) is not None]
+        read = sum([spec.nbytes for spec in specs if spec is not None])
+        bytes_written = sum([spec.nbytes for spec in outputs]) + sum(changed)
+        return Cost(self.flops(*specs, **settings), read, bytes_written)
 
     def __repr__(self) -> str:
         return f"Op({self.name})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .input_checks import described
+from .signatures import KEYWORD_ONLY, parameters_of
 
 if TYPE_CHECKING:
     from .op import Op
@@ -36,13 +36,13 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "finite": (is_number, "a number"),
     "str": (lambda value: isinstance(value, str), "a string"),
 }
+_ITSELF = {"bool": bool, "str": str}  # annotations of which nothing but the type is checked: most settings
 
 
 @lru_cache(maxsize=1024)
 def _types_of(op: Op) -> Mapping[str, str]:
     """Setting -> its annotation."""
-    parameters = inspect.signature(op.outputs).parameters.values()
-    found = {p.name: str(p.annotation) for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    found = {name: annotation for name, kind, annotation in parameters_of(op.outputs) if kind is KEYWORD_ONLY}
     return {**found, **op.setting_types}
 
 
@@ -57,7 +57,9 @@ def check_settings(op: Op, settings: Mapping[str, Any]) -> None:
     for name, annotation in _types_of(op).items():
         if name not in settings:
             continue
-        check_setting(op.name, name, settings[name], annotation)
+        value = settings[name]
+        if type(value) is not _ITSELF.get(annotation):
+            check_setting(op.name, name, value, annotation)
 
 
 def check_setting(op: str, name: str, value: Any, annotation: str) -> None:
