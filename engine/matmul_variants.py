@@ -8,6 +8,7 @@ is the accumulation order, a function of shape and device alone (`split_of`); no
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from .capabilities import FRAGMENTS, Capabilities
@@ -19,17 +20,7 @@ PRECISIONS = ("float32", "float16", "bfloat16")  # of the operands; sums are flo
 _MIN_INVOCATIONS = 128  # a workgroup, on any Vulkan device
 
 
-class Variant(NamedTuple):
-    """A tile of tm rows by tn columns a lane; unroll: values of k a round; subgroups: of a workgroup.
-
-    spread: how a value of A reaches all lanes: "shuffle", "broadcast", or "load" (each lane loads it); or the tile is a
-    workgroup's: "shared" (operands staged in shared memory) or "matrix" (and multiplied by cooperative matrices, of the
-    shape `matrix`).
-    split: parts of k that subgroups of a workgroup sum up apart. written: for a driver that does badly at unrolling
-    loops: written out, or in the tile of a workgroup left rolled. least_work: products below this many multiply-adds
-    leave it aside, because its compilation would not pay. precision: what operands are rounded to.
-    """
-
+class _Variant(NamedTuple):
     spread: str
     tm: int
     tn: int
@@ -40,6 +31,18 @@ class Variant(NamedTuple):
     least_work: int = 0
     precision: str = "float32"
     matrix: MatrixShape | None = None
+
+
+class Variant(_Variant):
+    """A tile of tm rows by tn columns a lane; unroll: values of k a round; subgroups: of a workgroup.
+
+    spread: how a value of A reaches all lanes: "shuffle", "broadcast", or "load" (each lane loads it); or the tile is a
+    workgroup's: "shared" (operands staged in shared memory) or "matrix" (and multiplied by cooperative matrices, of the
+    shape `matrix`).
+    split: parts of k that subgroups of a workgroup sum up apart. written: for a driver that does badly at unrolling
+    loops: written out, or in the tile of a workgroup left rolled. least_work: products below this many multiply-adds
+    leave it aside, because its compilation would not pay. precision: what operands are rounded to.
+    """
 
     @property
     def whole_workgroup(self) -> bool:
@@ -70,7 +73,7 @@ class Variant(NamedTuple):
         """Rows and columns of C that one tile covers."""
         return self.tm, self.tn * (1 if self.whole_workgroup else subgroup_size)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As it is forced and logged, for example "shuffle_32x8u2"."""
         unroll = f"u{self.unroll}" if self.unroll > 1 else ""
@@ -82,13 +85,15 @@ class Variant(NamedTuple):
         return f"{self.spread}_{self.tm}x{self.tn}{unroll}{split}{rounded}{rolled}"
 
 
-class Choice(NamedTuple):
-    """A variant, and whether its lanes lie along the rows of C instead of its columns."""
-
+class _Choice(NamedTuple):
     variant: Variant
     swapped: bool = False
 
-    @property
+
+class Choice(_Choice):
+    """A variant, and whether its lanes lie along the rows of C instead of its columns."""
+
+    @cached_property
     def name(self) -> str:
         """For example "shuffle_32x8u2" or "shuffle_16x8u2_swapped"."""
         return self.variant.name + "_swapped" * self.swapped
@@ -223,10 +228,16 @@ def split_of(device: Capabilities, product: Product) -> int:
 
 def candidates(device: Capabilities, product: Product) -> list[Choice]:
     """All that may carry out a product here, every one with the same bits."""
-    family = variants(device, split_of(device, product))
-    family = tuple(v for v in family if v.least_work <= product.work and not v.lacks(device))
+    work = product.work
+    return [c for c in _candidates(device, split_of(device, product)) if c.variant.least_work <= work]
+
+
+@lru_cache(maxsize=64)
+def _candidates(device: Capabilities, split: int) -> tuple[Choice, ...]:
+    """Of products of any size."""
+    family = [v for v in variants(device, split) if not v.lacks(device)]
     # On a GPU neighbouring lanes should load neighbouring columns.
-    return [Choice(v, swapped) for v in family for swapped in ((False, True) if device.is_cpu else (False,))]
+    return tuple(Choice(v, swapped) for v in family for swapped in ((False, True) if device.is_cpu else (False,)))
 
 
 def tiles_of(device: Capabilities, product: Product, choice: Choice) -> tuple[int, int]:
@@ -236,37 +247,62 @@ def tiles_of(device: Capabilities, product: Product, choice: Choice) -> tuple[in
     return -(-rows // tall), -(-columns // wide)
 
 
-def _reads_pairs(product: Product, variant: Variant, slots: int) -> bool:
-    """Whether operands are read two elements at a time however they lie (ops/matmul_launch.py)."""
-    even = not (product.m % 2 or product.n % 2 or product.k % variant.unroll)
-    return even and variant.unroll % 2 == 0 and slots % 2 == 0 and variant.tn % 2 == 0
+class _Figures(NamedTuple):
+    """What the model has of a variant on a device: the time of a tile is (step k / split + store) a wave of tiles.
+
+    rows, columns: of C in a tile. share: subgroups that a tile takes. step_of_pairs: where operands are read two
+    elements at a time however they lie (ops/matmul_launch.py), as they are when k is a multiple of `unroll`; 0: never.
+    """
+
+    rows: int
+    columns: int
+    share: int
+    step: float
+    step_of_pairs: float
+    split: int
+    store: float
+    unroll: int
 
 
-def estimate(device: Capabilities, product: Product, choice: Choice) -> float:
-    """Nanoseconds by the model: tiles are worked through `parallel` at a time, padding counts in full."""
+@lru_cache(maxsize=4096)
+def _figures(device: Capabilities, variant: Variant) -> _Figures:
     costs = _COSTS_GPU
     if device.driver == "llvmpipe":
         costs = _COSTS_LAVAPIPE if device.driver_major >= 24 else _COSTS_LAVAPIPE_OLD
     elif device.driver == "SwiftShader":
         costs = _COSTS_SWIFTSHADER
-    variant, size = choice.variant, device.subgroup_size
-    down, across = tiles_of(device, product, choice)
+    size, tile = device.subgroup_size, variant.tile(device.subgroup_size)
     if variant.whole_workgroup:
         workgroup = variant.workgroup_tile
         shared, loaded = workgroup.cost(size)
         faster = _MATRIX_SPEED.get(device.driver, _MATRIX_SPEED_GPU) if variant.matrix is not None else 1.0
         multiply = costs.multiply / faster
         step = workgroup.sums * multiply + shared * costs.spread + loaded * costs.load + costs.round / variant.unroll
-        waves = -(-product.batch * down * across * (workgroup.invocations // size) // device.parallel)
-        return waves * (product.k * step + workgroup.sums * costs.store)
+        store = workgroup.sums * costs.store
+        return _Figures(*tile, workgroup.invocations // size, step, 0.0, 1, store, variant.unroll)
     slots = -(-variant.tm // size)
-    load = costs.load
-    if device.driver == "llvmpipe" and size == 8 and _reads_pairs(product, variant, slots):
-        load *= 0.55
-    step = (variant.tn + slots) * load + variant.tm * costs.spread + costs.round / variant.unroll
-    step += variant.tm * variant.tn * costs.multiply
-    tile = step * product.k / variant.split + variant.tm * variant.tn * costs.store
-    return -(-product.batch * down * across * variant.split // device.parallel) * tile
+    sums = variant.tm * variant.tn
+
+    def step_of(load: float) -> float:
+        step = (variant.tn + slots) * load + variant.tm * costs.spread + costs.round / variant.unroll
+        return step + sums * costs.multiply
+
+    pairs = device.driver == "llvmpipe" and size == 8
+    pairs &= variant.unroll % 2 == 0 and slots % 2 == 0 and variant.tn % 2 == 0
+    step_of_pairs = step_of(costs.load * 0.55) if pairs else 0.0
+    split = variant.split
+    return _Figures(*tile, split, step_of(costs.load), step_of_pairs, split, sums * costs.store, variant.unroll)
+
+
+def estimate(device: Capabilities, product: Product, choice: Choice) -> float:
+    """Nanoseconds by the model: tiles are worked through `parallel` at a time, padding counts in full."""
+    tall, wide, share, step, step_of_pairs, split, store, unroll = _figures(device, choice.variant)
+    batch, m, n, k = product
+    if step_of_pairs and not (m % 2 or n % 2 or k % unroll):
+        step = step_of_pairs
+    rows, columns = (n, m) if choice.swapped else (m, n)
+    waves = -(-batch * -(-rows // tall) * -(-columns // wide) * share // device.parallel)
+    return waves * (step * k / split + store)
 
 
 def least_estimate(device: Capabilities, product: Product, choices: Sequence[Choice] | None = None) -> Choice:

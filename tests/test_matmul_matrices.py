@@ -99,6 +99,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[VulkanEn
         shapes = tuple(MatrixShape(precision, 16, 16, 16) for precision in PRECISIONS)
         chooser.device = chooser.device._replace(matrices=shapes, invocations=256)
         monkeypatch.setattr(matmul_variants, "_MATRIX_SPEED", {})  # whose matrices are fast
+        monkeypatch.setattr(matmul_variants, "_figures", matmul_variants._figures.__wrapped__)  # not those kept before
 
         def kernel(
             variant: Variant, subgroup_size: int, resumes: bool = False, pairs: Pairs = PLAIN, parts: Parts = USUAL
