@@ -14,6 +14,7 @@ from .expr_simplify import simplify
 from .expr_walk import named, substitute
 from .fold_glsl import plus, scoped
 from .kernel import Kernel, read_shader
+from .kernel_text import KernelText, key_of
 from .register_loops import Braces, Lines, as_loops, loop, written_out
 
 LOOPS = ("unrolled", "rolled", "written")  # by the driver; not at all: registers lie in memory; in the text
@@ -64,9 +65,15 @@ def block_fold_kernel(
         **({} if fold.seen is None else fold.seen.defines),
         **({"WORDS64": 1} if pairs else {}),
     }
-    text = block_fold_glsl(fold, continues, (head_dim, tile) if tile.loops == "written" else None)
+    written = (head_dim, tile) if tile.loops == "written" else None
+    text = KernelText(
+        ("block fold", _key_of(fold), continues, written), lambda: block_fold_glsl(fold, continues, written)
+    )
     quads = ["GL_KHR_shader_subgroup_quad"] * (tile.loops == "written")
     return Kernel(name, text, block_fold_arguments(fold), subgroups=1, defines=defines, extensions=quads)
+
+
+_key_of = lru_cache(maxsize=256)(key_of)  # of a fold, whose tiles are many
 
 
 def strides_of(fold: BlockFold) -> list[str]:

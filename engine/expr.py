@@ -15,6 +15,7 @@ are a comparison and a choice, the same for NaN and signed zero everywhere.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Sequence
 from weakref import WeakValueDictionary
@@ -54,11 +55,12 @@ class Expr:
     `==` compares objects; the comparison of values is `equal`. An expression has no truth value: use `where`.
     """
 
-    __slots__ = ("__weakref__", "args", "name", "number", "op")
+    __slots__ = ("__weakref__", "_fingerprint", "args", "name", "number", "op")
     op: str
     args: tuple[Expr, ...]
     name: str
     number: float
+    _fingerprint: bytes
 
     @property
     def is_condition(self) -> bool:
@@ -136,9 +138,26 @@ def _node(op: str, args: tuple[Expr, ...], name: str, number: float) -> Expr:
     node = _known.get(key)
     if node is None:
         node = Expr()
-        node.op, node.args, node.name, node.number = op, args, name, number
+        node.op, node.args, node.name, node.number, node._fingerprint = op, args, name, number, b""
         _known[key] = node
     return node
+
+
+def fingerprint(root: Expr) -> bytes:
+    """16 bytes that differ for different expressions, and are the same in every process (BLAKE2b)."""
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        missing = [arg for arg in node.args if not arg._fingerprint]
+        if missing:
+            stack += missing
+            continue
+        stack.pop()
+        if not node._fingerprint:
+            parts = b"".join([arg._fingerprint for arg in node.args])
+            own = f"{node.op} {node.name} ".encode() + struct.pack("<d", node.number)
+            node._fingerprint = hashlib.blake2b(own + parts, digest_size=16).digest()
+    return root._fingerprint
 
 
 def make(op: str, *args: Expr | float) -> Expr:

@@ -8,9 +8,11 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
+from .errors import VkfoldError
+from .kernel_text import KernelText, Printed, known_text, note_text
 from .step_parameters import GLSL_STRUCT
 
 SHADER_DIR = Path(__file__).resolve().parent.parent / "shaders"
@@ -111,10 +113,18 @@ class Argument:
         return sum(math.prod(int(f) if f.isdigit() else int(scalars[f]) for f in term) for term in factors)
 
 
+_argument = lru_cache(maxsize=2048)(Argument)
+
+
+def _is_file(source: str | KernelText) -> bool:
+    return isinstance(source, str) and source.endswith(".comp")
+
+
 class Kernel:
     """A compute kernel, known by its text.
 
-    name: for people (profiles, errors). source: a file of shaders/ (ends in .comp) or GLSL text with a `void main()`.
+    name: for people (profiles, errors). source: a file of shaders/ (ends in .comp), or GLSL text with a `void main()`,
+    which as a `KernelText` is printed only where no compiled kernel is known for it.
     args: comma-separated, pointers before scalars, for example
     "in f32 x[n], out f32 y[n], step, uint n, float eps"; in GLSL they are `args.x`, `args.n`, ... and the hidden last
     argument gives `group_index()`, the linear workgroup index (dispatches are one-dimensional and may be split). The
@@ -130,7 +140,7 @@ class Kernel:
     def __init__(
         self,
         name: str,
-        source: str,
+        source: str | KernelText,
         args: str,
         *,
         local_size: int = 0,
@@ -141,14 +151,14 @@ class Kernel:
         family: str = "",
     ) -> None:
         for what, text in (("name", name), ("source", source), ("args", args)):
-            if not isinstance(text, str):
+            if not isinstance(text, str) and not (what == "source" and isinstance(text, KernelText)):
                 raise TypeError(f"kernel {name!r:.40}: {what} is {text!r:.40}, needed is a string")
         for what, number in (("local_size", local_size), ("subgroups", subgroups)):
             if not isinstance(number, int):
                 raise TypeError(f"kernel {name!r}: {what} is {number!r:.40}, needed is a whole number")
         if bool(local_size) == bool(subgroups) or local_size < 0 or subgroups < 0:
             raise ValueError(f"kernel {name!r}: give either local_size or subgroups, a number above 0")
-        if source.endswith(".comp") and not (SHADER_DIR / source).is_file():
+        if _is_file(source) and not (SHADER_DIR / str(source)).is_file():
             raise ValueError(
                 f"kernel {name!r}: there is no {source!r} in {SHADER_DIR}: give the GLSL text itself "
                 "(Path(file).read_text()), or the name of a file there"
@@ -161,7 +171,8 @@ class Kernel:
         self.constants = dict(constants or {})
         self.family = family
         self._source = source
-        self.args = [Argument(part.strip()) for part in args.split(",")]
+        self._args = args
+        self.args = [_argument(part.strip()) for part in args.split(",")]
         names = [arg.name for arg in self.args]
         if len(set(names)) != len(names):
             raise ValueError(f"kernel {name!r}: argument names repeat in {args!r}")
@@ -190,10 +201,17 @@ class Kernel:
             (i, arg.alignment - 1) for i, arg in enumerate(self.args) if arg.is_pointer and arg.alignment > 4
         ]
 
+    @property
+    def body(self) -> str:
+        """The source's text."""
+        source = self._source
+        if isinstance(source, KernelText):
+            return source.text
+        return read_shader(source) if _is_file(source) else source
+
     @cached_property
     def glsl(self) -> str:
         """The complete text given to the compiler."""
-        body = read_shader(self._source) if self._source.endswith(".comp") else self._source
         members = "".join(f"    {arg.glsl_type} {arg.name};\n" for arg in self.args)
         defines = "".join(f"#define {key} {value}\n" for key, value in self.defines.items())
         return (
@@ -210,7 +228,7 @@ class Kernel:
             + f"layout(push_constant, std430) uniform Args {{\n{members}    uint group_base;\n}} args;\n"
             + "uint group_index() { return args.group_base + gl_WorkGroupID.x; }\n"
             + "#line 1\n"
-            + body
+            + self.body
         )
 
     def specialized(
@@ -231,18 +249,46 @@ class Kernel:
 
         Itself where its text has no such places.
         """
-        if "WORDS64" not in self.glsl or "WORDS64" in self.defines:
+        if "WORDS64" in self.defines or not self._printed.has_words:
             return self
         twin = copy(self)
-        for name in ("glsl", "digest"):
+        for name in ("glsl", "_printed", "key"):
             twin.__dict__.pop(name, None)
         twin.defines = {**self.defines, "WORDS64": 1}
         return twin
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """Hash of the text: the key of compiled SPIR-V in the registry and the cache."""
-        return hashlib.sha256(self.glsl.encode()).hexdigest()[:32]
+        return self._printed.digest
+
+    @cached_property
+    def key(self) -> str:
+        """Equal for kernels of equal text, of those that this version prints; "" where the text itself was given."""
+        source = self._source
+        if isinstance(source, str) and not _is_file(source):
+            return ""
+        body = source.key if isinstance(source, KernelText) else source
+        what = (body, self._args, self.extensions, tuple(self.defines.items()), tuple(self.constants))
+        return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def _printed(self) -> Printed:
+        """What is known of the text, where it was printed before: without printing it again."""
+        known = known_text(self.key)
+        if known is None:
+            known = Printed.of(self.glsl)
+            if self.key:
+                note_text(self.key, known)
+        return known
+
+    def check_text(self) -> None:
+        """Raises VkfoldError when the text is not what was remembered of it."""
+        if Printed.of(self.glsl) != self._printed:
+            raise VkfoldError(
+                f"kernel {self.name!r}: its text is not the one that was remembered for it. Empty the cache folder "
+                "(VKFOLD_CACHE_DIR) and run again"
+            )
 
     def workgroup_size(self, subgroup_size: int, max_invocations: int) -> int:
         """Invocations a workgroup on a device with these limits; of `subgroups`, as many as fit.

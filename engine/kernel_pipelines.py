@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from . import switches
 from .kernel import Kernel
 from .kernel_registry import spirv_for
 from .pipeline_memory import Recipe, make_pipelines
@@ -17,6 +18,7 @@ class KernelPipelines:
         self.device = device
         # lavapipe goes through the lanes of an access one by one: fewer and longer ones pay there.
         self.in_words = device.driver_name == "llvmpipe" and "shaderInt64" in device.physical.features
+        self._checks_texts = bool(switches.get("VKFOLD_DEBUG"))
         self.by_kernel: dict[Kernel, Pipeline] = {}
         self._ahead: dict[Recipe, Pipeline] = {}
 
@@ -29,6 +31,8 @@ class KernelPipelines:
 
     def make(self, kernel: Kernel) -> Pipeline:
         """The pipeline of a kernel that was not asked for yet."""
+        if self._checks_texts:
+            self.text_of(kernel).check_text()
         recipe = self._recipe(kernel)
         found = self._ahead.pop(recipe, None)
         if found is None:

@@ -34,6 +34,7 @@ def spirv_for(kernel: Kernel) -> bytes:
     if found is None:
         found = _shipped(kernel.digest) or _cached(kernel.digest)
         if found is None:
+            kernel.check_text()
             found = compile_glsl(kernel.glsl, kernel.name)
             named = kernel.name.encode() + b"\0" + found
             write_atomically(cache_path(kernel), hashlib.sha256(named).digest() + named)

@@ -13,6 +13,7 @@ from .expr_glsl import KINDS, glsl_includes, glsl_statements
 from .expr_numpy import evaluate
 from .expr_walk import topological
 from .kernel import Kernel, read_shader
+from .kernel_text import KernelText
 from .map_choice import MapChooser, tuning_key
 from .map_variants import SIZES, MapVariant, map_variants
 from .ops.map_check import has_variants, right_map
@@ -125,8 +126,23 @@ class MapKernel:
             access[operand.pointer] = "inout" if access.get(operand.pointer, "out") in ("in", "inout") else "out"
         args = [f"{how} f32 {pointer}" for pointer, how in access.items()]
         args += ["step"] * self.takes_step + [scalars] * bool(scalars) + ["uint num_elements"]
+        joined = ", ".join(args)
+        self.pointers = tuple(access)
+        self.reaches_pointers = isinstance(body, str) and any(
+            re.search(rf"\bargs\s*\.\s*{pointer}\b", body) for pointer in access
+        )
+        self._has_variants: dict[bool, bool] = {}
+        what = (self.inputs, self.outputs, body, self.scalars, tuple(includes))
+        wide = KernelText(("wide map", what), lambda: self._text(body, includes, wide=True))
+        narrow = KernelText(("narrow map", what), lambda: self._text(body, includes, wide=False))
+        size, wide_only = SIZES[-1], {"STEPS": 1, "TAIL": 1}
+        self.wide = Kernel(name + "_vec4", wide, joined, local_size=size, constants=wide_only, family="map")
+        self.narrow = Kernel(name + "_scalar", narrow, joined, local_size=size, constants={"STEPS": 1}, family="map")
+        self._variants: dict[tuple[MapVariant, bool, bool], Kernel] = {}
+
+    def _text(self, body: str | Mapping[str, Expr], includes: Sequence[str], *, wide: bool) -> str:
         bodies = {}
-        for kind in KINDS:
+        for kind in KINDS if wide else KINDS[:1]:
             names = {
                 scalar: f"args.{scalar}" if what == "uint" else f"{kind}(args.{scalar})"
                 for scalar, what in self.scalars.items()
@@ -134,17 +150,7 @@ class MapKernel:
             text = body if isinstance(body, str) else glsl_statements(body, kind, names)
             bodies[kind] = _statements(kind, self.inputs, self.outputs, text)
         text = "".join(read_shader(include) for include in (*includes, *glsl_includes(self.expressions.values())))
-        joined = ", ".join(args)
-        self.pointers = tuple(access)
-        self.reaches_pointers = isinstance(body, str) and any(
-            re.search(rf"\bargs\s*\.\s*{pointer}\b", body) for pointer in access
-        )
-        self._has_variants: dict[bool, bool] = {}
-        wide, narrow = text + read_shader("words.glsl") + _WIDE % bodies, text + _NARROW % bodies
-        size, wide_only = SIZES[-1], {"STEPS": 1, "TAIL": 1}
-        self.wide = Kernel(name + "_vec4", wide, joined, local_size=size, constants=wide_only, family="map")
-        self.narrow = Kernel(name + "_scalar", narrow, joined, local_size=size, constants={"STEPS": 1}, family="map")
-        self._variants: dict[tuple[MapVariant, bool, bool], Kernel] = {}
+        return text + (read_shader("words.glsl") + _WIDE % bodies if wide else _NARROW % bodies)
 
     def reference(self, **arrays: Any) -> list[Any]:
         """The outputs in NumPy, in the order of the expressions, from arrays and scalars by name (and `step`)."""

@@ -1,5 +1,7 @@
 """Which pipelines a training step used the last time, so that the next run makes them before its first step.
 
+With them is kept what their kernels' texts were (kernel_text.py): nothing is printed to find them.
+
 Making a pipeline takes a driver from some to some hundred milliseconds, even where its own cache has the machine code.
 Made one by one while the first step is recorded, they would make that step many times as long as all others; made
 together, on all cores, they take a fraction.
@@ -10,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 from .errors import VkfoldError
 from .kernel import Kernel
 from .kernel_registry import spirv_of_digest, write_atomically
+from .kernel_text import Printed, note_text, sources_hash
 from .switches import cache_folder, logger
 from .vulkan_api import Device, Pipeline
 
@@ -50,21 +53,37 @@ def program_path(device: Device, program: str) -> Path:
     return cache_folder() / "programs" / f"{device.physical.driver_key}-{digest}.json"
 
 
-def load_recipes(path: Path) -> list[Recipe]:
-    """What was remembered; nothing where there is no such file, or a damaged one."""
+def load_program(path: Path) -> list[Recipe]:
+    """The recipes that were remembered, whose kernels' texts are known from now on; nothing where there is no such
+    file, or a damaged one."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        recipes = [Recipe(*row[:5])._replace(constants=tuple(row[5])) for row in rows]
-    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        first, _, content = path.read_text(encoding="utf-8").partition("\n")
+        if first != checksum(content):
+            return []
+        data = json.loads(content)
+        recipes = [Recipe(*row[:5])._replace(constants=tuple(row[5])) for row in data["recipes"]]
+        texts = {str(key): Printed(str(digest), bool(has_words)) for key, (digest, has_words) in data["texts"].items()}
+        sources = data["sources"]
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return []
+    if sources == sources_hash():
+        for key, printed in texts.items():
+            note_text(key, printed)
     kinds: tuple[Any, ...] = (str, str, int, int, (int, type(None)), tuple)
     recipes = [r for r in recipes if all(isinstance(value, kind) for value, kind in zip(r, kinds, strict=True))]
     return [r for r in recipes if all(isinstance(value, int) and 0 <= value < 2**32 for value in r.constants)]
 
 
-def save_recipes(path: Path, recipes: Iterable[Recipe]) -> None:
-    """Remember recipes, unless they are there already; a folder that cannot be written is no error."""
-    text = json.dumps(sorted(recipes, key=lambda recipe: (recipe.name, recipe.digest)))
+def save_program(path: Path, recipes: Iterable[Recipe], texts: Mapping[str, Printed]) -> None:
+    """Remember recipes and texts, by the kernels' keys, unless they are there already; a folder that cannot be written
+    is no error."""
+    data = {
+        "sources": sources_hash(),
+        "recipes": sorted(recipes, key=lambda recipe: (recipe.name, recipe.digest)),
+        "texts": dict(sorted(texts.items())),
+    }
+    content = json.dumps(data)
+    text = f"{checksum(content)}\n{content}"
     with suppress(OSError):
         if path.read_text(encoding="utf-8") == text:
             return
@@ -73,6 +92,11 @@ def save_recipes(path: Path, recipes: Iterable[Recipe]) -> None:
         files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
         for old in files[:-MAX_PROGRAMS]:
             old.unlink()
+
+
+def checksum(content: str) -> str:
+    """What the first line of a program's file says of the rest."""
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def make_pipelines(device: Device, recipes: Sequence[Recipe]) -> dict[Recipe, Pipeline]:

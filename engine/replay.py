@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 
 from ..memory_pool import BlockPool, PoolStats
-from .pipeline_memory import load_recipes, program_path, save_recipes
+from .kernel_text import last_texts
+from .pipeline_memory import load_program, program_path, save_program
 from .recorder import Recorder, place_of
 from .replay_stats import ReplayStats
 from .step_stream import WRITE, Input, StepStream, encode
 from .tensor import Tensor
+from .variant_families import CHOOSERS
 from .vulkan_api import Buffer, CommandBuffer, PreparedSubmit
 
 _ALIGNMENT = 64  # of each piece of host data
@@ -204,16 +206,21 @@ class StepReplayer:
         self._uses: list[PoolUse] = []
 
     def make_pipelines(self, program: str) -> int:
-        """Make what a step of this program used the last time it ran; returns how many pipelines were made.
+        """Make what a step of this program used the last time it ran, and read what is known of variants; returns how
+        many pipelines were made.
 
         program: any text that tells what the step records.
         """
-        return self.recorder.make_ahead(load_recipes(program_path(self.recorder.device, program)))
+        recorder = self.recorder
+        for chooser in CHOOSERS:
+            chooser.of(recorder)
+        return recorder.make_ahead(load_program(program_path(recorder.device, program)))
 
     def remember_pipelines(self, program: str, stream: StepStream) -> None:
         """Remember the pipelines of a recorded step for the next run of the program."""
         used = {id(command[0]): command[0] for command in stream.commands if not isinstance(command[0], str)}
-        save_recipes(program_path(self.recorder.device, program), self.recorder.pipelines.recipes(used.values()))
+        path, pipelines = program_path(self.recorder.device, program), self.recorder.pipelines
+        save_program(path, pipelines.recipes(used.values()), last_texts())
 
     def placement(self) -> tuple[tuple[int, int, int], ...]:
         """Equal when the live ranges of all pools are the same."""

@@ -289,4 +289,9 @@ def hash_of_files(names: Sequence[str]) -> str:
     here = Path(__file__).parent
     folders = {True: here, False: SHADER_DIR}
     files = [folders[name.endswith(".py")] / name for name in (*names, *printers)]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
+    return hashlib.sha256(b"".join(map(_hash_of_file, files))).hexdigest()[:12]
+
+
+@cache
+def _hash_of_file(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).digest()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from variant_checks import MASKS
+from variant_checks import MASKS, damaged
 
 from vkfold.engine.block_fold import BlockFold
 from vkfold.engine.block_fold_choice import BlockFoldChooser, op_of, select_for
@@ -277,16 +277,14 @@ def wrong(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     fold_name: str = request.param
     old, new = DAMAGES[fold_name]
 
-    def damaged(fold: BlockFold, head_dim: int, tile: Tile, *, continues: bool = False, suffix: str = "") -> Kernel:
+    def faulty(fold: BlockFold, head_dim: int, tile: Tile, *, continues: bool = False, suffix: str = "") -> Kernel:
         kernel = block_fold_kernel(fold, head_dim, tile, continues=continues, suffix=suffix)
         if fold.name != fold_name or tile.rows != 2:
             return kernel
-        assert old in kernel._source
-        kernel._source = kernel._source.replace(old, new)
-        return kernel
+        return damaged(kernel, old, new)
 
     for module in (block_fold_dispatch, block_fold_check):
-        monkeypatch.setattr(module, "kernel_of", damaged)
+        monkeypatch.setattr(module, "kernel_of", faulty)
     return fold_name
 
 
@@ -332,12 +330,11 @@ def test_wrong_pairs_are_read_one_by_one(
     """Kernels that read two elements at a time are compared with the base variant that does not, rows1 too; where one
     is wrong its variant goes on without."""
 
-    def damaged(fold: BlockFold, head_dim: int, tile: Tile, *, continues: bool = False, suffix: str = "") -> Kernel:
+    def faulty(fold: BlockFold, head_dim: int, tile: Tile, *, continues: bool = False, suffix: str = "") -> Kernel:
         kernel = block_fold_kernel(fold, head_dim, tile, continues=continues, suffix=suffix)
         old, new = DAMAGES["attention_forward"]
         if fold.name == "attention_forward" and tile.words:
-            assert old in kernel._source
-            kernel._source = kernel._source.replace(old, new)
+            return damaged(kernel, old, new)
         return kernel
 
     with forced_variant("rows1", "attention"):
@@ -347,7 +344,7 @@ def test_wrong_pairs_are_read_one_by_one(
     table.checked.clear()
     BlockFoldChooser.of(untuned.recorder).plans.clear()
     for module in (block_fold_dispatch, block_fold_check):
-        monkeypatch.setattr(module, "kernel_of", damaged)
+        monkeypatch.setattr(module, "kernel_of", faulty)
     for rows in (1, 2):
         with forced_variant(f"rows{rows}", "attention"):
             assert equal(attention(untuned), expected)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from variant_checks import damaged
 
 from vkfold.engine import matmul_choice, matmul_variants, vulkan_device
 from vkfold.engine.capabilities import Capabilities
@@ -224,7 +225,7 @@ def test_wrong_matrices_give_way_to_the_emulation(
     ) -> Kernel:
         kernel = good(variant, subgroup_size, resumes, pairs, parts)
         if variant.spread == "matrix":
-            kernel._source = kernel._source.replace("element(i) % 16 * b", "(element(i) + 1) % 16 * b")
+            return damaged(kernel, "element(i) % 16 * b", "(element(i) + 1) % 16 * b")
         return kernel
 
     monkeypatch.setattr(matmul_launch, "matmul_kernel", bad)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from vkfold.engine import kernel_registry, pipeline_memory
-from vkfold.engine.pipeline_memory import Recipe, load_recipes, save_recipes
+from vkfold.engine.pipeline_memory import Recipe, checksum, load_program, save_program
 from vkfold.engine.vulkan_engine import VulkanEngine
 from vkfold.nn import AdamW, GPTConfig, GPTModel, TrainingStep
 
@@ -36,7 +38,7 @@ def test_the_second_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with VulkanEngine() as engine:
         before, in_steps, losses = run(engine)
         (file,) = (tmp_path / "programs").iterdir()
-        known = len(load_recipes(file))
+        known = len(load_program(file))
         assert before == 0 and 10 < known <= in_steps  # others served to compare variants with, once on a device
 
     def compile_again(text: str, name: str) -> bytes:
@@ -54,13 +56,25 @@ def test_what_is_remembered_is_not_trusted(tmp_path: Path) -> None:
     with VulkanEngine() as engine:
         _, _, losses = run(engine)
     (file,) = (tmp_path / "programs").iterdir()
-    good = load_recipes(file)
+    good = load_program(file)
     known = len(good)
     bad = [good[0]._replace(digest="0" * 32), good[1]._replace(local_size=10**6)]
-    for text in ("", "{", "[1, 2]", '[["a"]]', '[["a", 1, "x", 4, null]]', '[["a", "k", 1, 4, null, ["x"]]]', "null"):
+    wrong: list[Any] = [[1, 2], [["a"]], [["a", 1, "x", 4, None]], [["a", "k", 1, 4, None, ["x"]]], None]
+    contents = ["", "{", "null", "[1, 2]"]
+    for recipes in wrong:
+        contents.append(json.dumps({"sources": "", "recipes": recipes, "texts": {}}))
+    for texts in ({"a": 1}, {"a": ["b"]}, [1], None):
+        contents.append(json.dumps({"sources": "", "recipes": [], "texts": texts}))
+    for content in contents:
+        file.write_text(f"{checksum(content)}\n{content}")
+        assert load_program(file) == []
+    save_program(file, good, {})
+    whole = file.read_text()
+    assert load_program(file) == good
+    for text in ("", "\n", whole[:-1], whole.replace(good[0].name, "k", 1), whole.partition("\n")[2]):
         file.write_text(text)
-        assert load_recipes(file) == []
-    save_recipes(file, [*bad, *good[2:]])
+        assert load_program(file) == []
+    save_program(file, [*bad, *good[2:]], {})
     with VulkanEngine() as engine:
         assert run(engine) == (known - 2, 2, losses)
     with VulkanEngine() as engine:
@@ -70,6 +84,6 @@ def test_what_is_remembered_is_not_trusted(tmp_path: Path) -> None:
 def test_old_programs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_memory, "MAX_PROGRAMS", 3)
     for number in range(6):
-        save_recipes(tmp_path / f"{number}.json", [Recipe(str(number), "k", 64, 16, None)])
+        save_program(tmp_path / f"{number}.json", [Recipe(str(number), "k", 64, 16, None)], {})
     assert len(list(tmp_path.glob("*.json"))) == 3
-    assert load_recipes(tmp_path / "5.json") == [Recipe("5", "k", 64, 16, None)]
+    assert load_program(tmp_path / "5.json") == [Recipe("5", "k", 64, 16, None)]

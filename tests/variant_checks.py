@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from vkfold.engine.attention_scores import alibi, softcap
-from vkfold.engine.kernel import Kernel, read_shader
+from vkfold.engine.kernel import Kernel
 
 SEQ, HEADS = 40, 4
 # Name -> settings of attention over SEQ queries; "keys": how many there are, if not as many.
@@ -29,9 +29,9 @@ MASKS: dict[str, dict[str, Any]] = {
 def damaged(kernel: Kernel, old: str, new: str) -> Kernel:
     """A kernel of the same name with something else in its text, or in its file's."""
     twin = kernel.specialized("")
-    for name in ("glsl", "digest"):
+    for name in ("glsl", "key", "_printed"):
         twin.__dict__.pop(name, None)
-    text = read_shader(twin._source) if twin._source.endswith(".comp") else twin._source
+    text = twin.body
     assert old in text
     twin._source = text.replace(old, new)
     return twin

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import lru_cache
@@ -87,7 +86,7 @@ def _kernel(roots: Roots, layouts: tuple[str, ...], counts: tuple[int, int]) -> 
     outputs = {f"y{i}": root for i, root in enumerate(roots)}
     kernel = MapKernel("map", inputs, list(outputs), outputs, scalars=", ".join(scalars))
     for each in kernel.kernels():  # profiles tell one chain from another
-        each.name = f"map_{hashlib.sha256(each.glsl.encode()).hexdigest()[:8]}{each.name[3:]}"
+        each.name = f"map_{each.key[:8]}{each.name[3:]}"
     return kernel
 
 

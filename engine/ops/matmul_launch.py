@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ..capabilities import Capabilities
 from ..fold import FoldSpec
 from ..glsl_compiler import BFLOAT_PRAGMA
 from ..kernel import Kernel, read_shader
+from ..kernel_text import KernelText, key_of
 from ..matmul_variants import Choice, Product, Variant, tiles_of
 from ..tensor import Tensor
 from .activation import ACTIVATIONS
@@ -82,6 +83,19 @@ _MATRIX_EXTENSIONS = (
 _ROUND = {"float32": "(x)", "float16": "round_to_half(x)", "bfloat16": "round_to_bfloat(x)"}
 
 
+_MEMORY_MODEL = "#pragma use_vulkan_memory_model\n"
+
+
+@lru_cache(maxsize=256)
+def _key_of(parts: Parts) -> str:
+    return hashlib.blake2b(key_of(parts).encode(), digest_size=16).hexdigest()
+
+
+@lru_cache(maxsize=256)  # many tiles share one text
+def _text(shader: str, parts: Parts, before: str = "") -> KernelText:
+    return KernelText((shader, _key_of(parts), before), lambda: before + parts_glsl(parts) + read_shader(shader))
+
+
 def _workgroup_kernel(name: str, variant: Variant, subgroup_size: int, resumes: bool, parts: Parts) -> Kernel:
     """The kernel of a tile of a whole workgroup."""
     defines = variant.workgroup_tile.defines(subgroup_size) | {
@@ -90,12 +104,11 @@ def _workgroup_kernel(name: str, variant: Variant, subgroup_size: int, resumes: 
         "ROUND(x)": _ROUND[variant.precision],
         "WITH_EXPR": int("expr.glsl" in parts_includes(parts)),
     }
-    text, arguments = parts_glsl(parts) + read_shader("matmul_shared.comp"), kernel_arguments(parts)
-    invocations = variant.workgroup_tile.invocations
+    bfloat = variant.precision == "bfloat16" and variant.matrix is not None
+    text = _text("matmul_shared.comp", parts, _MEMORY_MODEL * (variant.matrix is not None) + BFLOAT_PRAGMA * bfloat)
+    arguments, invocations = kernel_arguments(parts), variant.workgroup_tile.invocations
     if variant.matrix is None:
         return Kernel(name, text, arguments, local_size=invocations, defines=defines)
-    bfloat = variant.precision == "bfloat16"
-    text = "#pragma use_vulkan_memory_model\n" + BFLOAT_PRAGMA * bfloat + text
     defines |= {"BFLOAT": int(bfloat)}
     subgroups = invocations // subgroup_size
     return Kernel(name, text, arguments, subgroups=subgroups, defines=defines, extensions=_MATRIX_EXTENSIONS)
@@ -109,7 +122,7 @@ def matmul_kernel(
     size = "" if variant.spread == "shared" else f"_s{subgroup_size}"
     name = f"matmul_{variant.name}{size}{'_more' * resumes}"
     if parts.epilogue is not None:  # profiles tell one from another
-        name += f"_{hashlib.sha256(parts_glsl(parts).encode()).hexdigest()[:8]}"
+        name += f"_{_key_of(parts)[:8]}"
     if variant.whole_workgroup:
         return _workgroup_kernel(name, variant, subgroup_size, resumes, parts)
     a_loads = variant.tm if variant.spread == "load" else -(-variant.tm // subgroup_size)
@@ -143,7 +156,7 @@ def matmul_kernel(
         fold, of_b, along_k = parts.prologue
         defines |= {"PROLOGUE_OF_B": int(of_b)}
         name += f"_{fold.name}_of_{'ab'[of_b]}{'_along_k' * along_k}"
-    text = parts_glsl(parts) + read_shader("matmul.comp")
+    text = _text("matmul.comp", parts)
     subgroups = variant.split if variant.split > 1 else variant.subgroups
     return Kernel(name, text, kernel_arguments(parts), subgroups=subgroups, defines=defines)
 

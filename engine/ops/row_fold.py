@@ -15,6 +15,7 @@ from ..fold_variants import ROWS, RowVariant
 from ..glsl_compiler import compiler_name
 from ..kernel import Kernel
 from ..kernel_registry import is_available
+from ..kernel_text import KernelText
 from ..op import Op
 from ..step_parameters import StepParameters
 from ..tensor import Tensor
@@ -49,8 +50,8 @@ class RowFold:
 
     def _written(self, rounds: int) -> RowKernels:
         spec = self.spec
-        text, args = fold_glsl(spec, rounds), fold_arguments(spec)
-        return RowKernels(spec.name, text, args, subgroups=ROWS[-1], more={"family": "row_fold"})
+        text = KernelText(("row fold", spec, rounds), lambda: fold_glsl(spec, rounds))
+        return RowKernels(spec.name, text, fold_arguments(spec), subgroups=ROWS[-1], more={"family": "row_fold"})
 
     def variant(self, choice: RowVariant, *, wide: bool) -> Kernel:
         """The kernel of a variant. Rows a workgroup are put in when the pipeline is made; what keeps rows is a text of

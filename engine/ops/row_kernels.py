@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..kernel import Kernel
+from ..kernel_text import KernelText
 from ..tensor import Tensor, TensorSpec
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class RowKernels:
     def __init__(
         self,
         name: str,
-        source: str,
+        source: str | KernelText,
         args: str,
         *,
         subgroups: int = 0,

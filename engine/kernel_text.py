@@ -1,0 +1,96 @@
+"""Texts of kernels that are printed when they are needed, and what is remembered of those that were printed before.
+
+A text made from a description (a fold, a chain of operations) has a key: all that the description says, in short. What
+compiled kernel belongs to a key is remembered from run to run (pipeline_memory.py), so that a program that runs again
+finds its kernels without printing them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .expr import Expr, fingerprint
+
+_MOST_KNOWN, _MOST_REMEMBERED = 4096, 1024
+
+
+class KernelText:
+    """GLSL with a `void main()`, printed when it is first read.
+
+    what: all that decides the text, as `key_of` takes it, the name of whoever prints it in front. write: prints it.
+    """
+
+    def __init__(self, what: Any, write: Callable[[], str]) -> None:
+        self.key = key_of(what)
+        self._write = write
+
+    @cached_property
+    def text(self) -> str:
+        """The text itself."""
+        return self._write()
+
+
+def key_of(what: Any) -> str:
+    """A text that differs for different descriptions: expressions, strings, numbers, None, and of these mappings,
+    sequences and data classes, whose order counts. Raises TypeError for anything else.
+    """
+    if isinstance(what, Expr):
+        return fingerprint(what).hex()
+    if what is None or isinstance(what, (str, int, float)):
+        return repr(what)
+    if isinstance(what, Mapping):
+        return f"{{{','.join([f'{key_of(name)}:{key_of(value)}' for name, value in what.items()])}}}"
+    if isinstance(what, (tuple, list)):
+        kind = type(what).__name__ if hasattr(what, "_fields") else ""
+        return f"{kind}({','.join([key_of(value) for value in what])})"
+    if is_dataclass(what):
+        return f"{type(what).__name__}({','.join([key_of(getattr(what, each.name)) for each in fields(what)])})"
+    raise TypeError(f"{what!r} of type {type(what).__name__} cannot be part of what a kernel is printed from")
+
+
+class Printed(NamedTuple):
+    """What is known of a kernel's text. has_words: whether it has places for 64-bit words (shaders/words.glsl)."""
+
+    digest: str
+    has_words: bool
+
+    @classmethod
+    def of(cls, glsl: str) -> Printed:
+        """What the text says."""
+        return cls(hashlib.sha256(glsl.encode()).hexdigest()[:32], "WORDS64" in glsl)
+
+
+_known: dict[str, Printed] = {}  # by the kernel's key
+
+
+def known_text(key: str) -> Printed | None:
+    """What was printed for a kernel's key, in this run or in one that was remembered."""
+    return _known.get(key)
+
+
+def note_text(key: str, printed: Printed) -> None:
+    """Keep what was printed for a kernel's key."""
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known[key] = printed
+
+
+def last_texts() -> dict[str, Printed]:
+    """The last of what was printed or remembered, by key: more than one program asks for."""
+    return dict(list(_known.items())[-_MOST_REMEMBERED:])
+
+
+@cache
+def sources_hash() -> str:
+    """Of all that prints kernels: what another version printed for a key is not what this one would."""
+    engine = Path(__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted([*engine.glob("*.py"), *engine.glob("ops/*.py"), *(engine.parent / "shaders").glob("*.*")]):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:32]
