@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -12,13 +13,13 @@ from variant_checks import damaged
 from vkfold.engine.capabilities import Capabilities
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.errors import BadInputError, VkfoldError
-from vkfold.engine.expr import exp, variables
+from vkfold.engine.expr import exp, variable, variables
 from vkfold.engine.kernel import Kernel
 from vkfold.engine.map_choice import MapChooser, select_for, tuning_key
 from vkfold.engine.map_kernel import MapKernel, Operand
 from vkfold.engine.map_variants import MapVariant, map_variants
 from vkfold.engine.op import OPS
-from vkfold.engine.ops import piece_kernels
+from vkfold.engine.ops import map_check, piece_kernels
 from vkfold.engine.ops.elementwise import MapOp
 from vkfold.engine.ops.map_tuner import MapCall, tune_map
 from vkfold.engine.ops.piece_kernels import PieceOp, right_pieces, tune_pieces
@@ -126,6 +127,31 @@ def test_places_that_the_check_does_not_know(vulkan: VulkanEngine, place: str) -
         with forced_variant(name, "map"):
             kernel.launch(vulkan, size, x, y, n, size - 1, 1, wide=False)
             np.testing.assert_array_equal(y.numpy(), 2.0 * PLACES[place](np.arange(size)))
+
+
+def test_which_places_the_check_knows() -> None:
+    """Places at random: known are those within reach of which an output has each once, as sorting them shows."""
+    rng, seen = random.Random(3), set()
+    index = np.arange(map_check._LONGEST)
+    for _ in range(300):
+        place = "index"
+        for _ in range(rng.randrange(1, 4)):
+            number = rng.choice(("args.n", "3u", "1u", "0u", "7u", "num", "index", "2.0", "-1"))
+            place = f"({place} {rng.choice('+-*/%')} {number})"
+        wide = rng.random() < 0.5
+        operands = Operand("x", "x", place), Operand("y", "y")
+        for inputs, outputs, apart in ((operands[:1], operands[1:], False), (operands[1:], operands[:1], True)):
+            kernel = MapKernel("k", inputs, outputs, {outputs[0].name: variable(inputs[0].name)}, scalars="uint n")
+            with np.errstate(all="ignore"):  # a division by 0 gives places that lie together, or outside
+                try:
+                    places = operands[0].indices(index, {"n": map_check._PERIOD[wide]})
+                    expected = bool(places.min() >= 0 and places.max() < map_check._FURTHEST)
+                    expected &= not apart or len(np.unique(places)) == len(places)
+                except (ArithmeticError, NameError):
+                    expected = False
+                assert kernel.has_variants(wide=wide) == expected, place
+            seen.add((apart, expected))
+    assert len(seen) == 4
 
 
 def test_statements_that_reach_for_pointers(vulkan: VulkanEngine) -> None:
