@@ -204,7 +204,7 @@ class Layer(Watched):
                 if id(value) not in seen:
                     seen.add(id(value))
                     found[prefix + attribute] = value
-            else:
+            elif isinstance(value, (Layer, list)):
                 for name, child in self._children_of(attribute):
                     child._collect(f"{prefix}{name}.", found, seen)
 

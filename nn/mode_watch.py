@@ -6,7 +6,7 @@ A walk over a model of 48 layers would take longer than a whole replayed step ma
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -36,15 +36,15 @@ class ModeWatch:
     """The attributes of one model's parts that differ now from what they were when the watch began.
 
     changed: (id of the part, attribute) -> what it is now, as a token. Equal dictionaries mean equal modes. Holds no
-    tensor and no part. ended: another watch has taken over one of its parts.
+    tensor and no part. ended: another watch has taken over one of its parts. parts: of the model, `parts_of` it.
     """
 
-    def __init__(self, model: Watched) -> None:
+    def __init__(self, model: Watched, parts: Iterable[Watched]) -> None:
         self.model = weakref.ref(model)
         self.changed: dict[tuple[int, str], Any] = {}
         self.ended = False
         self._began: dict[tuple[int, str], Any] = {}  # what the attributes in `changed` were
-        for part in parts_of(model):
+        for part in parts:
             earlier = part._watch
             if earlier is not None:
                 earlier.ended = True
@@ -111,16 +111,15 @@ def parts_of(model: Watched) -> Iterator[Watched]:
 class Unreported:
     """What a watch does not hear of, compared before each step instead, which takes some microseconds: what lists of
     parts hold, the attributes of this package's classes (methods that were replaced), and those of settings that cannot
-    change by assignment (a config, changed by object.__setattr__).
+    change by assignment (a config, changed by object.__setattr__). parts: the model's, and the optimizer.
     """
 
-    def __init__(self, model: Watched | None = None, optimizer: object = None) -> None:
-        parts: list[Any] = [] if model is None else [*parts_of(model), optimizer]
+    def __init__(self, parts: Sequence[object] = ()) -> None:
         values = [value for part in parts for value in vars(part).values()]
         self._lists = [(value, tuple(value)) for value in values if isinstance(value, list)]
-        settings = {id(value): value for value in values if _is_frozen(value)}
-        bases = (cls for part in parts for cls in type(part).__mro__)
-        classes = dict.fromkeys(cls for cls in bases if cls.__module__.startswith(_OWN_MODULES))
+        frozen = {cls for cls in {type(value) for value in values} if _is_frozen(cls)}
+        settings = {id(value): value for value in values if type(value) in frozen and hasattr(value, "__dict__")}
+        classes = [cls for cls in _bases(parts) if cls.__module__.startswith(_OWN_MODULES)]
         self._spaces = [(vars(what), dict(vars(what))) for what in (*settings.values(), *classes)]
 
     def is_same(self) -> bool:
@@ -131,24 +130,30 @@ class Unreported:
         return all(tuple(now) == before for now, before in self._lists)
 
 
-def _is_frozen(value: object) -> bool:
-    parameters = getattr(type(value), "__dataclass_params__", None)
-    return parameters is not None and parameters.frozen and hasattr(value, "__dict__")
+def _is_frozen(cls: type) -> bool:
+    parameters = getattr(cls, "__dataclass_params__", None)
+    return parameters is not None and parameters.frozen
 
 
-def does_what_it_says(part: object) -> bool:
-    """Whether a part's attributes and inputs alone decide which ops it records.
+def _bases(parts: Iterable[object]) -> dict[type, None]:
+    """Their classes, and those that these come from, each once."""
+    return dict.fromkeys([base for cls in dict.fromkeys(map(type, parts)) for base in cls.__mro__])
+
+
+def do_what_they_say(parts: Sequence[object]) -> bool:
+    """Whether the attributes and inputs of the parts alone decide which ops they record.
 
     So it is for the classes of this package, and for those that say `replay_supported = True` themselves (a subclass
     must say so again), as long as no method is replaced: on the instance, or in a class of this package by a function
     from elsewhere.
     """
-    cls = type(part)
-    if not vars(cls).get("replay_supported", cls.__module__.startswith(_OWN_MODULES)):
-        return False
-    for each in cls.__mro__:
-        if each.__module__.startswith(_OWN_MODULES):
-            for value in vars(each).values():
+    for cls in set(map(type, parts)):
+        if not vars(cls).get("replay_supported", cls.__module__.startswith(_OWN_MODULES)):
+            return False
+    for base in _bases(parts):
+        if base.__module__.startswith(_OWN_MODULES):
+            for value in vars(base).values():
                 if isinstance(value, FunctionType) and not value.__module__.startswith(_OWN_MODULES):
                     return False
-    return not any(callable(getattr(cls, name, None)) for name in vars(part))
+    attributes = {(type(part), name) for part in parts for name in vars(part)}
+    return not any(callable(getattr(cls, name, None)) for cls, name in attributes)

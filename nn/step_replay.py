@@ -21,7 +21,7 @@ from ..engine.step_parameters import StepParameters
 from ..engine.step_stream import Input, StepStream
 from ..engine.tensor import Tensor
 from .counted_dict import CountedDict
-from .mode_watch import ModeWatch, Unreported, Watched, does_what_it_says, parts_of
+from .mode_watch import ModeWatch, Unreported, Watched, do_what_they_say, parts_of
 
 MAX_CAPTURES = 8  # of one TrainingStep: sequence lengths that alternate, say
 MAX_SEEN = 8  # recorded steps of other keys that are remembered until they come up again
@@ -103,10 +103,13 @@ class StepReplay:
         """A watch over all parts there are now; None when some part cannot be relied on."""
         model, optimizer = self.model, self.optimizer
         self._seen.clear()
-        if not isinstance(model, Watched) or not all(map(does_what_it_says, (optimizer, *parts_of(model)))):
+        if not isinstance(model, Watched):
             return None
-        self._unreported = Unreported(model, optimizer)
-        return ModeWatch(model)
+        parts = list(parts_of(model))
+        if not do_what_they_say((optimizer, *parts)):
+            return None
+        self._unreported = Unreported((*parts, optimizer))
+        return ModeWatch(model, parts)
 
     def _key(self, settings: tuple[Any, ...]) -> tuple[Any, ...]:
         optimizer = [_identity(value) for name, value in vars(self.optimizer).items() if name not in _NOT_SETTINGS]
