@@ -272,8 +272,9 @@ class BlockFold:
             self._mistyped(what, root, "an expression (engine/expr.py): variable(name), constant(number), or of those")
         if root.kind != kind:
             self._refuse(f"{what} is {root!r}, needed is {'a number' if kind == 'f' else 'a condition'}")
-        unknown = [name for op in ("variable", "whole") for name in named([root], op) if name not in known]
-        if unknown or any(node.op in RANDOM for node in topological([root])):
+        nodes = topological([root])
+        unknown = [n.name for op in ("variable", "whole") for n in nodes if n.op == op and n.name not in known]
+        if unknown or any(node.op in RANDOM for node in nodes):
             wrong, right = ", ".join(unknown) or "random numbers", ", ".join(sorted(known))
             self._refuse(f"{what} depends on {wrong}; known there are {right}")
 

@@ -6,6 +6,7 @@ import numbers
 import operator
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,7 @@ def described(value: Any) -> str:
     return f"{value!r:.40} of type {type(value).__name__}"
 
 
+@lru_cache(maxsize=1024)
 def _parameters(op: Op, count: int) -> list[tuple[str, bool]]:
     """(name, may be None) of the inputs, from the op's shape rule."""
     found: list[tuple[str, bool]] = []

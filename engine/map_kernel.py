@@ -57,6 +57,9 @@ void main() {
 """
 
 
+_ARGUMENT, _UNSIGNED = re.compile(r"\bargs\.(\w+)"), re.compile(r"\b(\d+)u\b")  # in the place of an operand
+
+
 class Operand(NamedTuple):
     """One value of a map kernel: its name in the body, the pointer it lies behind, and its place there.
 
@@ -78,8 +81,8 @@ class Operand(NamedTuple):
 
     def indices(self, index: np.ndarray, scalars: Mapping[str, float]) -> np.ndarray:
         """Where the elements `index` are found: the place's own arithmetic of whole numbers, in Python."""
-        text = re.sub(r"\bargs\.(\w+)", lambda match: str(int(scalars[match.group(1)])), self.place)
-        text = re.sub(r"\b(\d+)u\b", r"\1", text).replace("/", "//")
+        text = _ARGUMENT.sub(lambda match: str(int(scalars[match.group(1)])), self.place)
+        text = _UNSIGNED.sub(r"\1", text).replace("/", "//")
         return np.broadcast_to(eval(text, {"__builtins__": {}}, {"index": index}), index.shape)
 
 

@@ -46,6 +46,7 @@ def _types_of(op: Op) -> Mapping[str, str]:
     return {**found, **op.setting_types}
 
 
+@lru_cache(maxsize=1024)
 def whole_settings(op: Op) -> tuple[str, ...]:
     """Names of the settings that are whole numbers."""
     return tuple(name for name, annotation in _types_of(op).items() if annotation == "int")
