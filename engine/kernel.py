@@ -7,7 +7,6 @@ import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from copy import copy
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
@@ -113,7 +112,9 @@ class Argument:
         return sum(math.prod(int(f) if f.isdigit() else int(scalars[f]) for f in term) for term in factors)
 
 
-_argument = lru_cache(maxsize=2048)(Argument)
+@lru_cache(maxsize=1024)
+def _declared(args: str) -> tuple[Argument, ...]:
+    return tuple(Argument(part.strip()) for part in args.split(","))
 
 
 def _is_file(source: str | KernelText) -> bool:
@@ -172,7 +173,7 @@ class Kernel:
         self.family = family
         self._source = source
         self._args = args
-        self.args = [_argument(part.strip()) for part in args.split(",")]
+        self.args = _declared(args)
         names = [arg.name for arg in self.args]
         if len(set(names)) != len(names):
             raise ValueError(f"kernel {name!r}: argument names repeat in {args!r}")
@@ -235,12 +236,19 @@ class Kernel:
         self, suffix: str, *, local_size: int = 0, subgroups: int = 0, constants: Mapping[str, int] | None = None
     ) -> Kernel:
         """The same SPIR-V with another size or other constants. suffix: of its name."""
-        twin = copy(self)
-        twin.__dict__.pop("in_words", None)  # has this one's size
+        twin = self._twin("in_words")  # which has this one's size
         twin.name = self.name + suffix
         if local_size or subgroups:
             twin.local_size, twin.subgroups = local_size, subgroups
         twin.constants = {**self.constants, **(constants or {})}
+        return twin
+
+    def _twin(self, *without: str) -> Kernel:
+        """A copy, without some of what was worked out."""
+        twin = Kernel.__new__(Kernel)
+        twin.__dict__.update(self.__dict__)
+        for name in without:
+            twin.__dict__.pop(name, None)
         return twin
 
     @cached_property
@@ -251,9 +259,7 @@ class Kernel:
         """
         if "WORDS64" in self.defines or not self._printed.has_words:
             return self
-        twin = copy(self)
-        for name in ("glsl", "_printed", "key"):
-            twin.__dict__.pop(name, None)
+        twin = self._twin("glsl", "_printed", "key")
         twin.defines = {**self.defines, "WORDS64": 1}
         return twin
 

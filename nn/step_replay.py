@@ -165,6 +165,7 @@ class StepReplay:
         now.offloaded_bytes += self.engine.offloaded_bytes
         now.restored_bytes += self.engine.restored_bytes
         now.stream, uses = self.replayer.finish(results)
+        self.engine.flush_batch()  # the device works while what follows is looked at
         if not self._remembered:
             self._remembered = True
             self.replayer.remember_pipelines(self._program, now.stream)

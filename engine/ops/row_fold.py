@@ -15,7 +15,7 @@ from ..fold_variants import ROWS, RowVariant
 from ..glsl_compiler import compiler_name
 from ..kernel import Kernel
 from ..kernel_registry import is_available
-from ..kernel_text import KernelText
+from ..kernel_text import KernelText, key_of
 from ..op import Op
 from ..step_parameters import StepParameters
 from ..tensor import Tensor
@@ -41,6 +41,7 @@ class RowFold:
 
     def __init__(self, spec: FoldSpec) -> None:
         self.spec = spec
+        self._key = key_of(spec)
         self._kernels = self._written(0)
         kinds = [spec.inputs[name] for name in spec.tensor_inputs]
         kinds += ["row"] * sum(name not in spec.inputs for name in spec.elements)
@@ -50,7 +51,7 @@ class RowFold:
 
     def _written(self, rounds: int) -> RowKernels:
         spec = self.spec
-        text = KernelText(("row fold", spec, rounds), lambda: fold_glsl(spec, rounds))
+        text = KernelText(("row fold", self._key, rounds), lambda: fold_glsl(spec, rounds))
         return RowKernels(spec.name, text, fold_arguments(spec), subgroups=ROWS[-1], more={"family": "row_fold"})
 
     def variant(self, choice: RowVariant, *, wide: bool) -> Kernel:
