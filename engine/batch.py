@@ -10,10 +10,11 @@ from .vulkan_api import Buffer, CommandBuffer, Fence
 class Batch:
     """One submit: its command buffer, and what may be destroyed or reused once its fence has signalled.
 
-    sent: [0] once the queue has it. finished: its fence has signalled, and may be reset by now.
+    sent: [0] once the queue has it. finished: its fence has signalled, and may be reset by now. own_work: of its
+    commands. work: with that of the batches that were submitted early before it. early: it was, for an idle device.
     """
 
-    __slots__ = ("commands", "fence", "finished", "number", "retired", "sent", "staging", "work")
+    __slots__ = ("commands", "early", "fence", "finished", "number", "own_work", "retired", "sent", "staging", "work")
 
     def __init__(self, commands: CommandBuffer | None, fence: Fence) -> None:
         self.commands: Any = commands  # None: a replay, whose command buffers stay recorded
@@ -23,4 +24,5 @@ class Batch:
         self.finished = False
         self.retired: list[Buffer | CommandBuffer | Fence] = []
         self.staging: list[Buffer] = []
-        self.work = 0.0
+        self.work = self.own_work = 0.0
+        self.early = False

@@ -29,6 +29,7 @@ MAX_GROUPS = 65535  # promised by every Vulkan device, per dimension
 # Work a device surely does in a second, in FLOPs (bytes moved count four times): a floor, not an estimate.
 _WORK_PER_SECOND = {"cpu": 2e9, "gpu": 2e11}
 _DISPATCH_SECONDS, _SUBMIT_SECONDS = 0.25, 1.0
+_EARLY_SECONDS = 0.02  # of work for a device that has none
 STAGING_BYTES = 4 * 2**20
 
 
@@ -47,6 +48,7 @@ class Recorder:
         rate = _WORK_PER_SECOND["cpu" if device.is_cpu else "gpu"]
         self._dispatch_work = rate * _DISPATCH_SECONDS
         self._submit_work = rate * _SUBMIT_SECONDS
+        self._early_work = rate * _EARLY_SECONDS
         self._owns_pipelines = pipelines is None
         self.pipelines = KernelPipelines(device) if pipelines is None else pipelines
         self._by_kernel = self.pipelines.by_kernel
@@ -188,6 +190,8 @@ class Recorder:
         if batch.work and batch.work + work > self._submit_work:
             self.submit()
             batch = self._open()
+        elif batch.own_work > self._early_work and self._is_idle():
+            batch = self._submit_early(batch)
         self.num_commands += 1
         commands = batch.commands
         commands.barrier()
@@ -195,6 +199,7 @@ class Recorder:
         commands.push(packed)
         commands.dispatch(groups)
         batch.work += work
+        batch.own_work += work
         if self.stream is not None:
             self.stream.commands.append((pipeline, packed, groups))
 
@@ -329,6 +334,19 @@ class Recorder:
             self._sending = self._current
             self._send()
 
+    def _is_idle(self) -> bool:
+        """Whether the device has done all that was submitted."""
+        return not self._in_flight or self._in_flight[-1].fence.is_signaled()
+
+    def _submit_early(self, batch: Batch) -> Batch:
+        """Submit what an idle device can begin with; returns the open batch. It depends on time, so no captured step
+        knows of it: its submits are those that would have been without."""
+        batch.early, work = True, batch.work
+        self.submit()
+        batch = self._open()
+        batch.work = work
+        return batch
+
     def _send(self) -> None:
         """Hand `_sending` to the queue; goes on where an interrupt, or a lack of memory, stopped it."""
         batch = self._sending
@@ -367,7 +385,7 @@ class Recorder:
         else:
             batch.number = self.transfers.num_compute_submits + 1
             self.transfers.submit_compute(commands, batch.fence, batch.number, batch.sent)
-        if self.stream is not None:
+        if self.stream is not None and not batch.early:
             self.stream.commands.append(SUBMIT)
 
     # -- replay ------------------------------------------------------------------------------------------------------
@@ -432,7 +450,8 @@ class Recorder:
             batch.retired.pop()
         del self._in_flight[0]
         if batch.commands is not None:
-            batch.work, batch.number, batch.finished = 0.0, 0, False
+            batch.work, batch.own_work, batch.number = 0.0, 0.0, 0
+            batch.finished = batch.early = False
             batch.sent.clear()
             self._spare.append(batch)
 
