@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .dtypes import itemsize
-from .kernel import Argument, Kernel
+from .kernel import Kernel
+from .kernel_arguments import Argument
 from .signatures import POSITIONAL_OR_KEYWORD, VAR_POSITIONAL, parameters_of
 from .tensor import Tensor
 

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
-import struct
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from .errors import VkfoldError
+from .kernel_arguments import arguments_of
 from .kernel_text import KernelText, Printed, known_text, note_text
 from .step_parameters import GLSL_STRUCT
 
 SHADER_DIR = Path(__file__).resolve().parent.parent / "shaders"
-
-# argument type -> (bytes an element, which is the alignment the recorder checks, and the GLSL type)
-_POINTERS = {
-    "f32": (4, "F32"),
-    "f32x4": (16, "F32x4"),
-    "u32": (4, "U32"),
-    "i32": (4, "I32"),
-    "u32x2": (8, "U32x2"),
-    "u32x4": (16, "U32x4"),
-}
-_SCALARS = {"uint": "I", "int": "i", "float": "f"}
 
 _VERSION = "#version 460\n"
 _WORDS64 = "#extension GL_EXT_shader_explicit_arithmetic_types_int64 : require\n"
@@ -47,9 +35,6 @@ layout(buffer_reference, std430, buffer_reference_align = 8) buffer U32x2 { uvec
 layout(buffer_reference, std430, buffer_reference_align = 16) buffer U32x4 { uvec4 v[]; };
 """
 
-# "in f32 x[rows * cols + 1]": sums of products of scalars' names and whole numbers
-_EXTENT = re.compile(r"^(\w+)\s*\[([\w\s*+]+)\]$")
-_SUM = re.compile(r"^(\d+|[A-Za-z_]\w*)(\s*[*+]\s*(\d+|[A-Za-z_]\w*))*$")
 _INCLUDE = re.compile(r'^#include "([\w./]+)"$', re.MULTILINE)
 
 
@@ -58,63 +43,6 @@ def read_shader(name: str) -> str:
     """The text of a file in shaders/, its #include lines replaced by the files they name."""
     text = (SHADER_DIR / name).read_text(encoding="utf-8")
     return _INCLUDE.sub(lambda match: read_shader(match.group(1)), text)
-
-
-class Argument:
-    """One push-constant argument: a pointer to what a tensor holds (with its access) or a scalar.
-
-    extent: for a pointer, how many elements the kernel may touch, where that was declared.
-    """
-
-    __slots__ = ("access", "alignment", "extent", "glsl_type", "is_pointer", "letter", "name", "type")
-
-    def __init__(self, text: str) -> None:
-        words = text.split(maxsplit=2)
-        self.access = self.extent = ""
-        if len(words) == 3 and (match := _EXTENT.match(words[2])):
-            words[2], self.extent = match.group(1), match.group(2).strip()
-        if words == ["step"]:  # the step-parameter buffer: filled in by the recorder
-            self.access, self.type, self.name = "step", "step", "step"
-        elif (
-            len(words) == 3 and words[0] in ("in", "out", "inout") and words[1] in _POINTERS and words[2].isidentifier()
-        ):
-            self.access, self.type, self.name = words
-        elif len(words) == 2 and words[0] in _SCALARS:
-            self.type, self.name = words
-        else:
-            raise ValueError(
-                f"kernel argument {text!r}: write 'in|out|inout TYPE NAME' or 'in|out|inout TYPE NAME[COUNT]' with "
-                f"TYPE one of {', '.join(_POINTERS)} and COUNT such as n or rows * cols, "
-                f"'TYPE NAME' with TYPE one of {', '.join(_SCALARS)}, or 'step'"
-            )
-        self.is_pointer = bool(self.access)
-        if self.type == "step":
-            self.alignment, self.glsl_type = 16, "StepParameters"
-        elif self.is_pointer:
-            self.alignment, self.glsl_type = _POINTERS[self.type]
-        else:
-            self.alignment, self.glsl_type = 4, self.type
-        self.letter = "Q" if self.is_pointer else _SCALARS[self.type]
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of one element behind a pointer."""
-        return _POINTERS[self.type][0]
-
-    @property
-    def extent_names(self) -> list[str]:
-        """The scalars that the extent is made of."""
-        return re.findall(r"\b[A-Za-z_]\w*", self.extent)
-
-    def elements(self, scalars: dict[str, int]) -> int:
-        """The extent in numbers, given the values of the scalars."""
-        factors = [[word.strip() for word in term.split("*")] for term in self.extent.split("+")]
-        return sum(math.prod(int(f) if f.isdigit() else int(scalars[f]) for f in term) for term in factors)
-
-
-@lru_cache(maxsize=1024)
-def _declared(args: str) -> tuple[Argument, ...]:
-    return tuple(Argument(part.strip()) for part in args.split(","))
 
 
 def _is_file(source: str | KernelText) -> bool:
@@ -173,34 +101,15 @@ class Kernel:
         self.family = family
         self._source = source
         self._args = args
-        self.args = _declared(args)
-        names = [arg.name for arg in self.args]
-        if len(set(names)) != len(names):
-            raise ValueError(f"kernel {name!r}: argument names repeat in {args!r}")
-        known = {arg.name for arg in self.args if arg.type in ("uint", "int")}
-        for arg in self.args:
-            unknown = [word for word in arg.extent_names if word not in known]
-            if unknown or (arg.extent and not _SUM.match(arg.extent)):
-                raise ValueError(
-                    f"kernel {name!r}: {arg.name}[{arg.extent}]: a count is made of whole numbers and the names of "
-                    f"uint or int arguments ({', '.join(sorted(known)) or 'there are none'}), with * and +"
-                )
-        flags = [arg.is_pointer for arg in self.args]
-        if flags != sorted(flags, reverse=True):
-            raise ValueError(f"kernel {name!r}: pointers (and step) come before scalars in {args!r}")
-        self.packer = struct.Struct("<" + "".join(arg.letter for arg in self.args) + "I")
-        if self.packer.size > 128:
-            raise ValueError(
-                f"kernel {name!r}: {self.packer.size} bytes of arguments, Vulkan promises 128: "
-                "put the rest into a tensor"
-            )
-        self.num_pointers = sum(flags)
-        self.takes_step = "step" in names
-        self.step_index = names.index("step") if self.takes_step else -1
-        # (argument, mask) of every pointer that needs more than the 4 bytes all tensors have
-        self.alignment_masks = [
-            (i, arg.alignment - 1) for i, arg in enumerate(self.args) if arg.is_pointer and arg.alignment > 4
-        ]
+        try:
+            declared = arguments_of(args)
+        except ValueError as error:
+            raise ValueError(f"kernel {name!r}: {error}") from None
+        self.args = declared.args
+        self.packer = declared.packer
+        self.num_pointers = declared.num_pointers
+        self.takes_step, self.step_index = declared.takes_step, declared.step_index
+        self.alignment_masks = declared.alignment_masks
 
     @property
     def body(self) -> str:

@@ -285,10 +285,10 @@ def uses_tuning() -> bool:
 def hash_of_files(names: Sequence[str]) -> str:
     """Of shaders ("matmul.comp") and modules of engine/ ("ops/matmul_launch.py"), and of all that prints and compiles
     kernels."""
-    printers = ("expr_glsl.py", "expr_walk.py", "expr_simplify.py", "kernel.py", "spirv.py", "glsl_compiler.py")
+    printers = ("expr_glsl.py", "expr_walk.py", "expr_simplify.py", "kernel.py", "kernel_arguments.py")
     here = Path(__file__).parent
     folders = {True: here, False: SHADER_DIR}
-    files = [folders[name.endswith(".py")] / name for name in (*names, *printers)]
+    files = [folders[name.endswith(".py")] / name for name in (*names, *printers, "spirv.py", "glsl_compiler.py")]
     return hashlib.sha256(b"".join(map(_hash_of_file, files))).hexdigest()[:12]
 
 
