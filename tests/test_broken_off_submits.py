@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vkfold.engine import batch, recorder, replay, transfer_queue, vulkan_commands, vulkan_timeline
+from vkfold.engine import batch, recorder, replay, submits, transfer_queue, vulkan_commands, vulkan_timeline
 from vkfold.engine.errors import DeviceLostError, NeverMadeError, OutOfDeviceMemoryError
 from vkfold.engine.tensor import Tensor
 from vkfold.engine.vulkan_device import Device
 from vkfold.engine.vulkan_engine import VulkanEngine
 from vkfold.nn import AdamW, GPTConfig, GPTModel, TrainingStep
 
-FILES = {module.__file__ for module in (batch, recorder, transfer_queue, vulkan_commands, vulkan_timeline)}
+FILES = {module.__file__ for module in (batch, recorder, submits, transfer_queue, vulkan_commands, vulkan_timeline)}
 SUBMITS = (Device.submit, Device.submit_compute, Device.submit_copies, Device.submit_prepared, Device.destroy_buffer)
 CODES = {function.__code__ for function in SUBMITS}
 OPCODES = bool(os.environ.get("TEST_EVERY_INSTRUCTION"))
