@@ -2,8 +2,8 @@
 tensor's bytes may serve a later op of the same batch. Nothing else writes barriers, but for one to the host at the end
 of every submit (submits.py).
 
-Long work is split so that no dispatch and no submit runs near a driver's watchdog (about 2 s): by workgroup, never along
-a reduction.
+Long work is split so that no dispatch and no submit runs near a driver's watchdog (about 2 s): by workgroup, never
+along a reduction.
 """
 
 from __future__ import annotations
