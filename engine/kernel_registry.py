@@ -44,10 +44,12 @@ def spirv_for(kernel: Kernel) -> bytes:
 
 def is_available(kernel: Kernel) -> bool:
     """Whether `spirv_for` can give it: it is there already, or there is a compiler."""
+    if compiler_name():
+        return True
     digest = kernel.digest
     if digest in _loaded or digest in _available:
         return True
-    found = bool(_shipped(kernel.digest) or _cached(kernel.digest) or compiler_name())
+    found = bool(_shipped(digest) or _cached(digest))
     if found:
         _available.add(digest)
     return found

@@ -39,10 +39,10 @@ def key_of(what: Any) -> str:
     """A text that differs for different descriptions: expressions, strings, numbers, None, and of these mappings,
     sequences and data classes, whose order counts. Raises TypeError for anything else.
     """
-    if isinstance(what, Expr):
-        return fingerprint(what).hex()
     if what is None or isinstance(what, (str, int, float)):
         return repr(what)
+    if isinstance(what, Expr):
+        return fingerprint(what).hex()
     if isinstance(what, Mapping):
         return f"{{{','.join([f'{key_of(name)}:{key_of(value)}' for name, value in what.items()])}}}"
     if isinstance(what, (tuple, list)):

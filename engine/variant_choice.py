@@ -62,9 +62,9 @@ def select(
     if not usable:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in table.barred.items())
         raise VkfoldError(f"every variant of {key} is barred on this device: {reasons}")
-    seconds = table.times.get(key, {}) if tuned else {}
-    measured = [choice for choice in usable if choice.name in seconds]
-    if measured:
+    seconds = table.times.get(key) if tuned else None
+    measured = [choice for choice in usable if choice.name in seconds] if seconds else []
+    if seconds and measured:
         best = min(measured, key=lambda choice: seconds[choice.name])
         return Selection(best, f"measured {1e3 * seconds[best.name]:.3g} ms, the least of {len(measured)}")
     return unmeasured(usable)
