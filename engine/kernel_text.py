@@ -87,10 +87,14 @@ def last_texts() -> dict[str, Printed]:
 
 @cache
 def sources_hash() -> str:
-    """Of all that prints kernels: what another version printed for a key is not what this one would."""
+    """Of all that prints kernels: what another version printed for a key is not what this one would. "" where the
+    sources are not there to be read, as in a frozen program."""
     engine = Path(__file__).resolve().parent
+    modules = [*engine.glob("*.py"), *engine.glob("ops/*.py")]
+    if not modules:
+        return ""
     digest = hashlib.sha256()
-    for path in sorted([*engine.glob("*.py"), *engine.glob("ops/*.py"), *(engine.parent / "shaders").glob("*.*")]):
+    for path in sorted([*modules, *(engine.parent / "shaders").glob("*.*")]):
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:32]

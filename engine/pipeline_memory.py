@@ -66,7 +66,7 @@ def load_program(path: Path) -> list[Recipe]:
         sources = data["sources"]
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return []
-    if sources == sources_hash():
+    if sources and sources == sources_hash():
         for key, printed in texts.items():
             note_text(key, printed)
     kinds: tuple[Any, ...] = (str, str, int, int, (int, type(None)), tuple)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vkfold.engine import expr as e
-from vkfold.engine import kernel_registry, kernel_text
+from vkfold.engine import kernel_registry, kernel_text, pipeline_memory
 from vkfold.engine.errors import VkfoldError
 from vkfold.engine.fold import FoldSpec, State, Walk
 from vkfold.engine.kernel import Kernel
@@ -131,6 +131,15 @@ def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(kernel_text.last_texts()) == [kernel(4.0)[0].key]
 
 
+def test_without_sources_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A frozen program has no sources to tell its versions by."""
+    monkeypatch.setattr(kernel_text, "__file__", str(tmp_path / "engine" / "kernel_text.py"))
+    assert sources_hash.__wrapped__() == ""
+    monkeypatch.setattr(pipeline_memory, "sources_hash", sources_hash.__wrapped__)
+    pipeline_memory.save_program(tmp_path / "program", [], {"key": Printed("0" * 32, False)})
+    assert pipeline_memory.load_program(tmp_path / "program") == [] and kernel_text.known_text("key") is None
+
+
 STEP = """
 import sys
 import numpy as np
@@ -162,8 +171,6 @@ def test_the_second_run_prints_nothing(tmp_path: Path) -> None:
     first, losses = run()
     assert first > 20 and run() == (0, losses)
     (file,) = (tmp_path / "programs").iterdir()
-    from vkfold.engine import pipeline_memory
-
     content = file.read_text().partition("\n")[2].replace(sources_hash(), "0" * 32)
     file.write_text(f"{pipeline_memory.checksum(content)}\n{content}")
     again, same = run()  # fewer: no variants are compared any more
