@@ -153,8 +153,10 @@ class Recorder(Submits):
         if batch.work and batch.work + work > self._submit_work:
             self.submit()
             batch = self._open()
-        elif batch.own_work > self._early_work and self._is_idle():
-            batch = self._submit_early(batch)
+        elif batch.new_work > self._early_work:
+            batch.new_work = 0.0
+            if self._is_idle():
+                batch = self._submit_early(batch)
         self.num_commands += 1
         commands = batch.commands
         commands.barrier()
@@ -162,7 +164,7 @@ class Recorder(Submits):
         commands.push(packed)
         commands.dispatch(groups)
         batch.work += work
-        batch.own_work += work
+        batch.new_work += work
         if self.stream is not None:
             self.stream.commands.append((pipeline, packed, groups))
 

@@ -182,7 +182,7 @@ class Submits:
             batch.retired.pop()
         del self._in_flight[0]
         if batch.commands is not None:
-            batch.work, batch.own_work, batch.number = 0.0, 0.0, 0
+            batch.work, batch.new_work, batch.number = 0.0, 0.0, 0
             batch.finished = batch.early = False
             batch.sent.clear()
             self._spare.append(batch)
