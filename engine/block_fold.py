@@ -29,6 +29,7 @@ from .expr import RANDOM, Expr, checked_name, variable
 from .expr_numpy import evaluate
 from .expr_walk import named, topological
 from .fold import State, Walk
+from .kernel import SHADER_DIR, is_own_shader
 
 MOST_OPTIONAL = 4
 _OWN_ARGUMENTS = ("num_held", "num_streamed", "heads", "flags", "members")  # a kernel's, besides p_ + a name
@@ -78,12 +79,16 @@ class SeenRows:
     shader: a file of shaders/ with `int seen_limit(uint batch)`, worked out once, and `ivec2 seen_of_row(int row,
     int limit, uint batch)` and `seen_of_rows(int first, int past, ...)`: first row seen and one past the last. tensors:
     names of int32 tensors that it reads as `args.p_NAME`; it may use the lower 27 bits of `args.flags`. defines: names
-    that are set for it.
+    that are set for it. Raises ValueError for a shader that is no such file.
     """
 
     shader: str
     tensors: Sequence[str] = ()
     defines: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not is_own_shader(self.shader):
+            raise ValueError(f"seen: {self.shader!r} is no file of {SHADER_DIR}: give the name of one that lies there")
 
 
 @dataclass(frozen=True, eq=False)

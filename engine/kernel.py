@@ -45,6 +45,11 @@ def read_shader(name: str) -> str:
     return _INCLUDE.sub(lambda match: read_shader(match.group(1)), text)
 
 
+def is_own_shader(name: str) -> bool:
+    """Whether this is the name of a file of shaders/, which tells its content to one version of the package."""
+    return isinstance(name, str) and Path(name).name == name and (SHADER_DIR / name).is_file()
+
+
 def _is_file(source: str | KernelText) -> bool:
     return isinstance(source, str) and source.endswith(".comp")
 
@@ -181,7 +186,7 @@ class Kernel:
     def key(self) -> str:
         """Equal for kernels of equal text, of those that this version prints; "" where the text itself was given."""
         source = self._source
-        if isinstance(source, str) and not _is_file(source):
+        if isinstance(source, str) and not (_is_file(source) and is_own_shader(source)):
             return ""
         body = source.key if isinstance(source, KernelText) else source
         what = (body, self._args, self.extensions, tuple(self.defines.items()), tuple(self.constants))

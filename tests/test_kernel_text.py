@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from vkfold.engine import expr as e
 from vkfold.engine import kernel_registry, kernel_text, pipeline_memory
+from vkfold.engine.block_fold import SeenRows
 from vkfold.engine.errors import VkfoldError
 from vkfold.engine.fold import FoldSpec, State, Walk
 from vkfold.engine.kernel import Kernel
@@ -175,3 +176,14 @@ def test_the_second_run_prints_nothing(tmp_path: Path) -> None:
     file.write_text(f"{pipeline_memory.checksum(content)}\n{content}")
     again, same = run()  # fewer: no variants are compared any more
     assert 20 < again < first and same == losses and run() == (0, losses)
+
+
+def test_files_elsewhere_are_read_each_time(tmp_path: Path) -> None:
+    """What lies outside the package may change: no key stands for it."""
+    source = tmp_path / "own.comp"
+    source.write_text(SOURCE)
+    one = Kernel("elsewhere", str(source), "out f32 y, uint n", local_size=8)
+    assert one.key == "" and one.body == SOURCE
+    for shader in (str(tmp_path / "own.comp"), "../kernel.py", "no.glsl", 3):
+        with pytest.raises(ValueError, match=r"seen: .* is no file of .*shaders"):
+            SeenRows(shader)  # type: ignore[arg-type]
