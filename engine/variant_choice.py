@@ -81,6 +81,7 @@ OPS_WITH_VARIANTS: dict[str, tuple[str, ...]] = {
     "block_fold": ("block_fold",),  # any but attention's
     "map": ("map",),  # every elementwise kernel
     "row_fold": ("row_fold",),  # norms, softmax, cross-entropy, engine.fold
+    "loop": ("loop",),  # sums, updates of many tensors, Adafactor
 }
 _forced: list[tuple[str, str]] = []
 

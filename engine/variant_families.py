@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from .block_fold_choice import BlockFoldChooser
 from .fold_choice import RowFoldChooser
 from .fold_variants import row_variants
+from .loop_choice import LoopChooser
+from .loop_variants import variant_names as loop_names
 from .map_choice import MapChooser
 from .map_variants import map_variants
 from .matmul_choice import MatmulChooser
@@ -17,7 +19,13 @@ if TYPE_CHECKING:
     from .fusion import Call
     from .recorder import Recorder
 
-CHOOSERS: tuple[type[VariantChooser[Any]], ...] = (MatmulChooser, BlockFoldChooser, MapChooser, RowFoldChooser)
+CHOOSERS: tuple[type[VariantChooser[Any]], ...] = (
+    MatmulChooser,
+    BlockFoldChooser,
+    MapChooser,
+    RowFoldChooser,
+    LoopChooser,
+)
 
 
 def variant_names(gpu: Recorder, cols: int) -> dict[str, list[str]]:
@@ -27,6 +35,7 @@ def variant_names(gpu: Recorder, cols: int) -> dict[str, list[str]]:
     return {
         "map": [choice.name for choice in reversed(map_variants("", gpu.max_invocations))],
         "row_fold": [choice.name for choice in reversed(of_rows)],
+        "loop": loop_names()[::-1],
     }
 
 

@@ -1,5 +1,6 @@
 // One subgroup a row of the gradient: mean of its squares, into the moving average of row means.
 #include "rows.glsl"
+#include "turns.glsl"
 
 void main() {
     const uint row = subgroup_row(), cols = args.cols;
@@ -10,8 +11,18 @@ void main() {
         clip = args.state.v[0];
     }
     vec4 sums = vec4(0.0);
-    for (uint c = 4 * gl_SubgroupInvocationID; c < cols; c += 4 * gl_SubgroupSize) {
-        const vec4 g = load4(args.g, row * cols, c, cols);
+    const uint first = 4 * gl_SubgroupInvocationID, stride = 4 * gl_SubgroupSize;
+    uint base = 0;
+#define ADD(u)                                                                       \
+    {                                                                                \
+        const vec4 g = load4_inside(args.g, row * cols, base + u * stride + first);  \
+        sums = fma(g, g, sums);                                                      \
+    }
+#if TURNS > 1
+    for (; cols - base >= TURNS * stride; base += TURNS * stride) IN_TURNS(ADD)
+#endif
+    for (; base < cols; base += stride) {
+        const vec4 g = load4(args.g, row * cols, base + first, cols);
         sums = fma(g, g, sums);
     }
     const float total = subgroupAdd(sum4(sums));

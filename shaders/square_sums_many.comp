@@ -3,6 +3,7 @@
 #include "tensor_table.glsl"
 #include "words.glsl"
 #include "squares.glsl"
+#include "turns.glsl"
 
 float at(F32 x, uint i, uint end) { return i < end ? x.v[i] : 0.0; }
 
@@ -12,13 +13,18 @@ void main() {
     const uint row = table_row(part);
     const uvec4 tensor = args.table.v[2 * row], parts = args.table.v[2 * row + 1];
     const uint begin = (part - parts.x) * parts.z, end = min(tensor.z, begin + parts.z);
-    const uint stride = 4 * gl_SubgroupSize, wide_end = min(end, tensor.w);
+    const uint stride = 4 * gl_SubgroupSize, wide_end = max(begin, min(end, tensor.w));
     uint base = begin;
     vec4 sums = vec4(0.0);
-    for (; base + stride <= wide_end; base += stride) {
-        const vec4 x = read4(F32x4(tensor.xy), (base >> 2) + gl_SubgroupInvocationID);
-        sums = fma(x, x, sums);
+#define ADD(u)                                                                                         \
+    {                                                                                                  \
+        const vec4 x = read4(F32x4(tensor.xy), ((base + u * stride) >> 2) + gl_SubgroupInvocationID);  \
+        sums = fma(x, x, sums);                                                                        \
     }
+#if TURNS > 1
+    for (; wide_end - base >= TURNS * stride; base += TURNS * stride) IN_TURNS(ADD)
+#endif
+    for (; wide_end - base >= stride; base += stride) ADD(0)
     F32 source = F32(tensor.xy);
     for (; base < end; base += stride) {
         const uint i = base + 4 * gl_SubgroupInvocationID;

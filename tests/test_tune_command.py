@@ -105,7 +105,7 @@ def test_calls_of_a_step_are_those_that_an_engine_launches(monkeypatch: pytest.M
         tokens = np.zeros((2, 8), np.int32)
         step([(tokens, tokens)], step=0, learning_rate=1e-3)
         engine.end_batch()
-    variant = re.compile(r"(?<=vec4|alar)_(\d+x\d(_tail)?|rows\d+|kept\d+_of\d+)$")
+    variant = re.compile(r"(?<=vec4|alar|many|inks)_(\d+x\d(_tail)?|rows\d+|kept\d+_of\d+)$")
     assert dict(Counter(variant.sub("", name) for name in launched if variant.search(name))) == calls
     assert "swiglu_backward__swiglu_vec4" in calls and calls["dropout_vec4"] > 2
 
@@ -196,6 +196,7 @@ def test_tune_takes_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: Any
         "matmul",
         "map",
         "row_fold",
+        "loop",
         *(call.fold.name for call in FOLDS),
     }
 

@@ -10,12 +10,17 @@ from ..engine.errors import BadInputError
 from ..engine.fold_variants import variant_names as row_names
 from ..engine.kernel import Kernel
 from ..engine.kernel_registry import cached_names, kernels_by_op, origin
+from ..engine.loop_variants import variant_names as loop_names
 from ..engine.map_variants import map_variants
 from .console import TableConsole
 
 _SHOWN = 4
 _FROM = {"package": "compiled ahead of time", "cache": "in the cache", "": "compiled at first use"}
-FAMILIES = {"map": [choice.name for choice in map_variants("", 2**16)], "row_fold": row_names()}
+FAMILIES = {
+    "map": [choice.name for choice in map_variants("", 2**16)],
+    "row_fold": row_names(),
+    "loop": loop_names(),
+}
 _NO_OP = "(in the cache)"  # compiled when they were needed, and declared by no op: see _OTHERS
 _OTHERS = (
     "of ops, for a head_dim, an expression or rows kept in registers that no kernel is compiled ahead of time for; of "

@@ -133,6 +133,7 @@ SUBJECTS: dict[str, Subject] = {
         lambda rng, r, c: [*(_norm_inputs(rng, r, c)[i] for i in (0, 1, 4)), np.zeros(c, np.float32)],
         changed("rms_norm_weight_backward", 3),
         _weight_sums,
+        "loop",
     ),
     "layer_norm": _of_rows(lambda e, x, w, b: e.layer_norm(x, w, b), bounds.of_layer_norm, "row_fold", vectors=2),
     "layer_norm_backward": Subject(
@@ -147,6 +148,7 @@ SUBJECTS: dict[str, Subject] = {
         lambda rng, r, c: [*(_norm_inputs(rng, r, c)[i] for i in (0, 1, 3, 4)), *np.zeros((2, c), np.float32)],
         changed("layer_norm_weight_backward", 4, 5),
         _weight_sums,
+        "loop",
     ),
     "cross_entropy": Subject(
         "ROWSxVOCABULARY",
@@ -177,6 +179,7 @@ SUBJECTS: dict[str, Subject] = {
         ],
         changed("embedding_backward", 2),
         bounds.of_embedding_backward,
+        "loop",
     ),
     **HEAD_SUBJECTS,
     "column_sum": Subject(
@@ -184,27 +187,38 @@ SUBJECTS: dict[str, Subject] = {
         lambda rng, r, c: [rng.standard_normal((r, c)).astype(np.float32), np.zeros(c, np.float32)],
         changed("column_sum", 1),
         lambda inputs, expected: bounds.of_column_sums(inputs[0]),
+        "loop",
     ),
     "sum": Subject(
         "ELEMENTS",
         lambda rng, n: [rng.uniform(size=n).astype(np.float32)],  # of one sign: a sum that cancels would show nothing
         lambda e, x: e.sum(x),
         bounds.of_sum,
+        "loop",
     ),
     "gradient_norm": Subject(
-        "ELEMENTS", normal(lambda n: (n,)), lambda e, g: e.gradient_norm([g], max_norm=1.0), bounds.of_gradient_norm
+        "ELEMENTS",
+        normal(lambda n: (n,)),
+        lambda e, g: e.gradient_norm([g], max_norm=1.0),
+        bounds.of_gradient_norm,
+        "loop",
     ),
     "adamw": Subject("ELEMENTS", _moments, changed("adamw_", 0, 2, 3, weight_decay=DECAY), _ADAMW, "map"),
     "adafactor": Subject(
-        "ROWSxCOLS", _factored, changed("adafactor_", 0, 2, 3, weight_decay=DECAY, relative=RELATIVE), _ADAFACTOR
+        "ROWSxCOLS",
+        _factored,
+        changed("adafactor_", 0, 2, 3, weight_decay=DECAY, relative=RELATIVE),
+        _ADAFACTOR,
+        "loop",
     ),
     "adafactor_vector": Subject(
         "ELEMENTS",
         _factored,
         changed("adafactor_", 0, 2, weight_decay=DECAY, relative=RELATIVE),
         _ADAFACTOR,
+        "loop",
     ),
-    "adamw_many": Subject("ELEMENTS", _moments, _adamw_many, _ADAMW),
+    "adamw_many": Subject("ELEMENTS", _moments, _adamw_many, _ADAMW, "loop"),
     "sgd": Subject(
         "ELEMENTS",
         normal(*[lambda n: (n,)] * 3),

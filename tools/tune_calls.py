@@ -15,11 +15,13 @@ from ..engine.errors import BadInputError
 from ..engine.fold_choice import RowFoldChooser
 from ..engine.fusion import Call
 from ..engine.fusion_map import Side
+from ..engine.loop_choice import LoopChooser
 from ..engine.map_choice import MapChooser
 from ..engine.matmul_choice import MatmulChooser, select_for, tuning_key
 from ..engine.ops.attention import attention_calls
 from ..engine.ops.block_fold_launch import BlockFoldCalls
 from ..engine.ops.block_fold_tuner import tune_block_fold
+from ..engine.ops.loop_kernels import LoopCall, LoopOp, tune_loops, unmeasured_loops
 from ..engine.ops.map_tuner import MapCall, tune_map, unmeasured_map
 from ..engine.ops.matmul import MATMUL, layout_of
 from ..engine.ops.matmul_launch import Layout
@@ -113,13 +115,15 @@ _FAMILIES: dict[type[Any], tuple[type[VariantChooser[Any]], Callable[..., str], 
     MapCall: (MapChooser, unmeasured_map, tune_map),
     PieceCall: (MapChooser, unmeasured_pieces, tune_pieces),
     RowFoldCall: (RowFoldChooser, unmeasured_fold, tune_row_fold),
+    LoopCall: (LoopChooser, unmeasured_loops, tune_loops),
 }
 
 
 class KernelCall(NamedTuple):
-    """A kernel of elements (of one op or of several that are joined), of pieces, or over rows. work: operations."""
+    """A kernel of elements (of one op or of several that are joined), of pieces, over rows, or that loops. work:
+    operations."""
 
-    call: MapCall | PieceCall | RowFoldCall
+    call: MapCall | PieceCall | RowFoldCall | LoopCall
     work: int
 
     @property
@@ -172,6 +176,9 @@ def _tuned_calls(call: Call) -> list[TunedCall]:
         return [FoldCall(fold) for fold in call.op.block_calls(call.inputs, call.settings)]
     if isinstance(call.op, PieceOp) and call.settings.get("source", "") != call.settings.get("dtype"):
         return [KernelCall(call.op.piece_call(call.inputs, call.outputs, **call.settings), call.cost.flops)]
+    if isinstance(call.op, LoopOp):
+        loops = call.op.loop_calls(call.inputs, call.made, **call.settings)
+        return [KernelCall(of_loop, call.cost.flops // len(loops)) for of_loop in loops]
     if isinstance(call.op, RowFoldCalls):
         fold, inputs, scalars = call.op.fold_of_call(call.inputs, **call.settings)
         shape, aligned = fold.rows_of((*inputs, *call.outputs))

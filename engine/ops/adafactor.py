@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..kernel import Kernel
-from ..op import Op, register
+from ..op import register
 from ..step_parameters import StepParameters
 from ..tensor import Tensor, TensorSpec
 from .adamw import check_update, clipped
-from .column_sum import column_chunks
-from .gradient_norm import SQUARES, square_parts
+from .column_sum import column_chunks, column_partials, partials_call
+from .gradient_norm import SQUARES, square_parts, squares_call
+from .loop_kernels import LoopCall, LoopOp, every_text, launch_loops, rows_by_loops
 from .row_kernels import (
     MAX_LOOP_COLUMNS,
     ROW_SUBGROUPS,
@@ -22,64 +23,79 @@ from .row_kernels import (
     check_spec,
     column_groups,
     flat_groups,
-    row_groups,
     rows_and_columns,
 )
 from .sum import KERNELS as SUM
+from .sum import parts_of
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
 
-_STATE = "in f32 state, step, "
-ROWS = RowKernels(
+_STATE = "in f32 state[4], step, "
+
+
+def _of_rows(pieces: int, width: int) -> tuple[int, dict[str, float]]:
+    """A case of so many rows, with all that any of the kernels is told."""
+    cols = 2052 + width
+    settings = {"has_state": 0, "eps": 1e-3, "relative": 1, "threshold": 1.0, "weight_decay": 0.125}
+    return pieces, {"rows": pieces, "cols": cols, "n": pieces * cols, **settings}
+
+
+ROWS = rows_by_loops(
     "adafactor_rows",
     "adafactor_rows.comp",
-    f"in row g, inout f32 r, {_STATE}uint rows, uint cols, uint has_state, float eps",
+    f"in row g[rows * cols], inout f32 r[rows], {_STATE}uint rows, uint cols, uint has_state, float eps",
+    _of_rows,
     subgroups=ROW_SUBGROUPS,
 )
-COLUMN_SQUARES = RowKernels(
-    "column_squares",
-    "column_partials.comp",
-    "in row x, out row partials, uint rows, uint cols, uint chunks, uint chunk_rows",
-    KIND=3,
-)
+COLUMN_SQUARES = column_partials("column_squares", "in row x[rows * cols], out row partials[chunks * cols]", kind=3)
 COLUMNS = RowKernels(
     "adafactor_columns",
     "adafactor_columns.comp",
     f"in row partials, inout row m, {_STATE}uint rows, uint cols, uint chunks, uint has_state, float eps",
 )
-VECTOR = RowKernels(
+VECTOR = rows_by_loops(
     "adafactor_vector",
     "adafactor_vector.comp",
-    f"in row g, inout row v, out f32 squares, {_STATE}uint n, uint parts, uint chunk, uint has_state, float eps",
+    f"in row g[n], inout row v[n], out f32 squares[parts], {_STATE}uint n, uint parts, uint chunk, uint has_state, "
+    "float eps",
+    lambda pieces, width: (pieces, {**parts_of(pieces, width)[1], "has_state": 0, "eps": 1e-3}),
     subgroups=ROW_SUBGROUPS,
+    turns=False,
 )
-MATRIX_SQUARES = RowKernels(
+MATRIX_SQUARES = rows_by_loops(
     "adafactor_squares",
     "adafactor_update.comp",
-    "in row g, in f32 r, in row m, in f32 r_sum, out f32 squares, in f32 state, uint rows, uint cols, uint has_state",
+    "in row g[rows * cols], in f32 r[rows], in row m[cols], in f32 r_sum[1], out f32 squares[rows], in f32 state[4], "
+    "uint rows, uint cols, uint has_state",
+    _of_rows,
     subgroups=ROW_SUBGROUPS,
+    turns=False,
     FACTORED=1,
     APPLY=0,
 )
 _APPLY = (
-    "in f32 update_sum, in f32 p_sum, in f32 state, step, uint rows, uint cols, uint n, uint has_state, "
+    "in f32 update_sum[1], in f32 p_sum[1], in f32 state[4], step, uint rows, uint cols, uint n, uint has_state, "
     "uint relative, float eps, float threshold, float weight_decay"
 )
-MATRIX = RowKernels(
+MATRIX = rows_by_loops(
     "adafactor_matrix",
     "adafactor_update.comp",
-    f"inout row p, in row g, in f32 r, in row m, in f32 r_sum, {_APPLY}",
+    f"inout row p[n], in row g[n], in f32 r[rows], in row m[cols], in f32 r_sum[1], {_APPLY}",
+    _of_rows,
     subgroups=ROW_SUBGROUPS,
+    turns=False,
     FACTORED=1,
     APPLY=1,
 )
-FLAT = RowKernels(
+FLAT = rows_by_loops(
     "adafactor_flat",
     "adafactor_update.comp",
-    f"inout row p, in row g, in row m, {_APPLY}",
+    f"inout row p[n], in row g[n], in row m[n], {_APPLY}",
+    lambda pieces, width: (pieces, {**_of_rows(pieces, width)[1], "n": pieces * (2052 + width) - 1000}),
     subgroups=ROW_SUBGROUPS,
+    turns=False,
     FACTORED=0,
     APPLY=1,
 )
@@ -98,7 +114,7 @@ def factored_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return (rows,), (shape[-1],)
 
 
-class AdafactorOp(Op):
+class AdafactorOp(LoopOp):
     """p and its moments change in place. second is None for a parameter of fewer than two dimensions."""
 
     name = "adafactor_"
@@ -187,6 +203,41 @@ class AdafactorOp(Op):
         p[...] = p - (rate * weight_decay * p + scaled * update)
         return ()
 
+    def loop_calls(
+        self,
+        inputs: Sequence[Tensor | None],
+        outputs: Sequence[Tensor],
+        *,
+        eps: float,
+        threshold: float,
+        weight_decay: float,
+        relative: float | None,
+    ) -> Sequence[LoopCall]:
+        p, g, first, second, given = inputs
+        assert p is not None and g is not None and first is not None
+        sums, squares, rest = outputs[0], outputs[1], list(outputs[2:])
+        state, has_state = (p, 0) if given is None else (given, 1)
+        update_sum, p_sum = (sums, 4), (sums, 8)
+        of_p = [squares_call(p, rest.pop(0))] if relative is not None else []
+        last = (has_state, int(relative is not None), relative or 0.0, threshold, weight_decay)
+        if second is None:
+            parts, chunk = square_parts(p.size)
+            work = parts, min(p.size, chunk)
+            numbers: tuple[float, ...] = (p.size, parts, chunk, has_state, eps)
+            moment = LoopCall(VECTOR.pick(p.size, g, first), *work, (g, first, squares, state), numbers)
+            pointers: tuple[Any, ...] = (p, g, first, update_sum, p_sum, state)
+            update = LoopCall(FLAT.pick(p.size, p, g, first), *work, pointers, (parts, chunk, p.size, *last))
+            return *of_p, moment, update
+        rows, cols = work = first.size, second.size
+        numbers = (rows, cols, has_state)
+        of_rows = LoopCall(ROWS.pick(cols, g), *work, (g, first, state), (*numbers, eps))
+        of_columns = partials_call(COLUMN_SQUARES.pick(cols, g), rows, cols, (g, rest.pop(0)))
+        pointers = (g, first, second, sums, squares, state)
+        of_update = LoopCall(MATRIX_SQUARES.pick(cols, g, second), *work, pointers, numbers)
+        pointers = (p, g, first, second, sums, update_sum, p_sum, state)
+        update = LoopCall(MATRIX.pick(cols, p, g, second), *work, pointers, (rows, cols, p.size, *last))
+        return *of_p, of_rows, of_columns, of_update, update
+
     def launch(
         self,
         gpu: Recorder,
@@ -198,49 +249,40 @@ class AdafactorOp(Op):
         weight_decay: float,
         relative: float | None,
     ) -> None:
-        p, g, first, second, given = inputs
-        assert p is not None and g is not None and first is not None
+        p, _, first, second, given = inputs
+        assert p is not None and first is not None
         if not p.size:
             return
-        sums, squares, rest = outputs[0], outputs[1], list(outputs[2:])
-        state, has_state = (p, 0) if given is None else (given, 1)
+        calls = self.loop_calls(
+            inputs, outputs, eps=eps, threshold=threshold, weight_decay=weight_decay, relative=relative
+        )
+        sums, squares = outputs[:2]
         update_sum, p_sum = (sums, 4), (sums, 8)
-        parts, chunk = square_parts(p.size)
         if relative is not None:
-            p_squares = rest.pop(0)
-            kernel = SQUARES.pick(p.size, p)
-            gpu.dispatch(kernel, row_groups(gpu, kernel, parts), p, p_squares, p.size, parts, chunk)
-            _total(gpu, p_squares, p_sum)
-        last = (has_state, int(relative is not None), relative or 0.0, threshold, weight_decay)
+            launch_loops(gpu, calls[0])
+            _total(gpu, outputs[2], p_sum)
+            calls = calls[1:]
         if second is None:
-            kernel = VECTOR.pick(p.size, g, first)
-            groups = row_groups(gpu, kernel, parts)
-            gpu.dispatch(kernel, groups, g, first, squares, state, p.size, parts, chunk, has_state, eps)
-            _total(gpu, squares, update_sum)
-            kernel = FLAT.pick(p.size, p, g, first)
-            gpu.dispatch(kernel, groups, p, g, first, update_sum, p_sum, state, parts, chunk, p.size, *last)
-            return
-        rows, cols = first.size, second.size
-        kernel = ROWS.pick(cols, g)
-        groups = row_groups(gpu, kernel, rows)
-        gpu.dispatch(kernel, groups, g, first, state, rows, cols, has_state, eps)
-        partials = rest.pop(0)
-        chunks, chunk_rows = column_chunks(rows, cols)
-        flat = flat_groups(chunks * column_groups(cols))
-        gpu.dispatch(COLUMN_SQUARES.pick(cols, g), flat, g, partials, rows, cols, chunks, chunk_rows)
-        kernel = COLUMNS.pick(cols, second)
-        flat = flat_groups(column_groups(cols))
-        gpu.dispatch(kernel, flat, partials, second, state, rows, cols, chunks, has_state, eps)
-        _total(gpu, first, sums)
-        kernel = MATRIX_SQUARES.pick(cols, g, second)
-        gpu.dispatch(kernel, groups, g, first, second, sums, squares, state, rows, cols, has_state)
+            moment, update = calls
+            launch_loops(gpu, moment)
+        else:
+            of_rows, of_columns, of_update, update = calls
+            launch_loops(gpu, of_rows)
+            launch_loops(gpu, of_columns)
+            rows, cols, chunks, _ = of_columns.scalars
+            state, has_state = (p, 0) if given is None else (given, 1)
+            groups = flat_groups(column_groups(second.size))
+            pointers = (of_columns.pointers[-1], second, state)
+            gpu.dispatch(COLUMNS.pick(second.size, second), groups, *pointers, rows, cols, chunks, has_state, eps)
+            _total(gpu, first, sums)
+            launch_loops(gpu, of_update)
         _total(gpu, squares, update_sum)
-        kernel = MATRIX.pick(cols, p, g, second)
-        gpu.dispatch(kernel, groups, p, g, first, second, sums, update_sum, p_sum, state, rows, cols, p.size, *last)
+        launch_loops(gpu, update)
 
     def kernels(self) -> Iterable[Kernel]:
-        for family in (ROWS, COLUMN_SQUARES, COLUMNS, VECTOR, MATRIX_SQUARES, MATRIX, FLAT, SQUARES, SUM):
-            yield from family.both()
+        for family in (ROWS, COLUMN_SQUARES, VECTOR, MATRIX_SQUARES, MATRIX, FLAT, SQUARES, SUM):
+            yield from every_text(family.both())
+        yield from COLUMNS.both()
 
 
 def _total(gpu: Recorder, x: Tensor, target: Any) -> None:

@@ -6,28 +6,28 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..kernel import Kernel
-from ..op import Op, register
+from ..op import register
 from ..step_parameters import StepParameters
 from ..tensor import Tensor, TensorSpec
 from .adamw import ADAMW, check_adamw_settings, check_update
-from .row_kernels import FLAT_SIZE
-from .tensor_table import CHUNK, UPDATE_WORDS, by_parameter, check_lists, table_spec, update_table, write_table
+from .loop_kernels import LoopCall, LoopOp, every_text
+from .tensor_table import UPDATE_WORDS, by_parameter, check_lists, table_spec
+from .update_kernels import launch_updates, update_call, update_kernel
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
 
-KERNEL = Kernel(
+KERNEL = update_kernel(
     "adamw_many",
-    "update_many.comp",
-    "in u32x4 table, in f32 state, step, uint num_tensors, uint has_state, float beta1, float one_minus_beta1, "
-    "float beta2, float one_minus_beta2, float eps",
-    local_size=FLAT_SIZE,
-    defines={"ADAMW": 1, "CHUNK": CHUNK},
+    "float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float eps",
+    (0.875, 0.125, 0.75, 0.25, 1e-8),
+    4,
+    ADAMW=1,
 )
 
 
-class AdamWManyOp(Op):
+class AdamWManyOp(LoopOp):
     """Inputs: the state (or None), then p, g, m, v of each parameter; all p, m and v change in place."""
 
     name = "adamw_many_"
@@ -72,6 +72,12 @@ class AdamWManyOp(Op):
             ADAMW.reference(p, g, m, v, state, beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay, step=step)
         return ()
 
+    def loop_calls(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, beta1: float, beta2: float, eps: float, **_: Any
+    ) -> Sequence[LoopCall]:
+        settings = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps)
+        return (update_call(KERNEL, list(by_parameter(inputs[1:], 4)), settings),)
+
     def launch(
         self,
         gpu: Recorder,
@@ -83,17 +89,11 @@ class AdamWManyOp(Op):
         beta2: float,
         eps: float,
     ) -> None:
-        state, *tensors = inputs
-        (table,) = outputs
-        rows, groups = update_table(by_parameter(tensors, 4), weight_decays)
-        write_table(gpu, table, rows)
-        has_state = state is not None
-        count = len(rows) // (UPDATE_WORDS // 2)
-        betas = (beta1, 1.0 - beta1, beta2, 1.0 - beta2)
-        gpu.dispatch(KERNEL, groups, table, state if has_state else table, count, int(has_state), *betas, eps)
+        (call,) = self.loop_calls(inputs, outputs, beta1=beta1, beta2=beta2, eps=eps)
+        launch_updates(gpu, call, outputs[0], inputs[0], weight_decays)
 
     def kernels(self) -> Iterable[Kernel]:
-        return (KERNEL,)
+        return every_text((KERNEL,))
 
 
 ADAMW_MANY = register(AdamWManyOp())

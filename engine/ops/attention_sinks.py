@@ -9,24 +9,30 @@ import numpy as np
 
 from ..input_checks import require_tensors
 from ..kernel import Kernel, read_shader
-from ..op import Op, register
+from ..op import register
 from ..tensor import Tensor, TensorSpec
-from .row_kernels import ROW_SUBGROUPS, check_spec, row_groups
+from .loop_kernels import LoopCall, LoopOp, by_loops, launch_loops
+from .row_kernels import ROW_SUBGROUPS, check_spec
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
 
-KERNEL = Kernel(
-    "attention_sink_terms",
-    read_shader("exp.glsl") + read_shader("attention_sinks.comp"),
-    "in f32 d_o, in f32 o, in f32 lse, in f32 sinks, out f32 terms, uint rows, uint head_dim, uint num_heads, "
-    "uint num_queries",
-    subgroups=ROW_SUBGROUPS,
+KERNEL = by_loops(
+    lambda turns: Kernel(
+        "attention_sink_terms",
+        read_shader("exp.glsl") + read_shader("attention_sinks.comp"),
+        "in f32 d_o[rows * head_dim], in f32 o[rows * head_dim], in f32 lse[rows], in f32 sinks[num_heads], "
+        "out f32 terms[rows], uint rows, uint head_dim, uint num_heads, uint num_queries",
+        subgroups=ROW_SUBGROUPS,
+        family="loop",
+    ),
+    lambda pieces, width: (3 * pieces, {"rows": 3 * pieces, "head_dim": 70, "num_heads": 3, "num_queries": pieces}),
+    turns=False,
 )
 
 
-class AttentionSinkTermsOp(Op):
+class AttentionSinkTermsOp(LoopOp):
     """terms [b, s, H]: what each query row adds to its head's d_sink."""
 
     name = "attention_sink_terms"
@@ -52,12 +58,16 @@ class AttentionSinkTermsOp(Op):
         rows = np.moveaxis(lse, 1, 2)
         return (-np.where(np.isneginf(rows), 0, np.exp(sinks - rows)) * delta,)
 
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def loop_calls(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[LoopCall]:
         _, o, lse, _ = inputs
         rows = lse.size
         _, heads, queries = lse.shape
         head_dim = o.size // max(1, rows)
-        gpu.dispatch(KERNEL, row_groups(gpu, KERNEL, rows), *inputs, *outputs, rows, head_dim, heads, queries)
+        return (LoopCall(KERNEL, rows, head_dim, (*inputs, *outputs), (rows, head_dim, heads, queries)),)
+
+    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        (call,) = self.loop_calls(inputs, outputs)
+        launch_loops(gpu, call)
 
     def kernels(self) -> Iterable[Kernel]:
         return (KERNEL,)

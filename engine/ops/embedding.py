@@ -12,24 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..kernel import Kernel
-from ..op import Op, register
+from ..op import register
 from ..tensor import Tensor, TensorSpec
+from .loop_kernels import LoopCall, LoopOp, by_loops, launch_loops, rows_by_loops
 from .piece_kernels import PieceCall, PieceOp, rows_by_pieces
-from .row_kernels import (
-    ROW_SUBGROUPS,
-    RowKernels,
-    check_dtype_of,
-    check_spec,
-    column_groups,
-    flat_groups,
-    row_groups,
-    rows_and_columns,
-)
+from .row_kernels import ROW_SUBGROUPS, check_dtype_of, check_spec, column_groups, rows_and_columns
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
 
+_LOOKED_AT = 32  # tokens before a position, about, until its id is found
 MAX_BACKWARD_TOKENS = 2**17  # lavapipe 22.3 ends an invocation's loops after 65,535 rounds; at least 4 tokens a round
 
 LOOK_UP = rows_by_pieces(
@@ -39,18 +32,31 @@ LOOK_UP = rows_by_pieces(
     "uint cols, uint vocabulary",
     lambda pieces: (3 * (pieces // 3 + 1), {"num_tokens": pieces // 3 + 1, "cols": 12, "vocabulary": 5}),
 )
-LINKS = Kernel(
-    "embedding_links",
-    "embedding_links.comp",
-    "in i32 tokens, inout u32 links, uint num_tokens, uint vocabulary",
-    subgroups=ROW_SUBGROUPS,
+LINKS = by_loops(
+    lambda turns: Kernel(
+        "embedding_links",
+        "embedding_links.comp",
+        "in i32 tokens[num_tokens], inout u32 links[2 * num_tokens], uint num_tokens, uint vocabulary",
+        subgroups=ROW_SUBGROUPS,
+        family="loop",
+    ),
+    lambda pieces, width: (pieces, {"num_tokens": pieces, "vocabulary": 5}),
+    turns=False,
 )
-BACKWARD = RowKernels(
+BACKWARD = rows_by_loops(
     "embedding_backward",
     "embedding_backward.comp",
-    "in row dy, in i32 tokens, in u32 links, inout row out_rows, uint num_tokens, uint cols, uint vocabulary, "
-    "uint accumulate",
+    "in row dy[num_tokens * cols], in i32 tokens[num_tokens], in u32 links[2 * num_tokens], "
+    "inout row out_rows[vocabulary * cols], uint num_tokens, uint cols, uint vocabulary, uint accumulate",
+    lambda pieces, width: _backward_case(pieces // 3 + 1, 8 + width),
+    turns=False,
 )
+
+
+def _backward_case(vocabulary: int, cols: int) -> tuple[int, dict[str, int]]:
+    """Every id twice."""
+    scalars = {"num_tokens": 2 * vocabulary, "cols": cols, "vocabulary": vocabulary, "accumulate": 0}
+    return 2 * vocabulary * column_groups(cols), scalars
 
 
 def _table_shape(op: str, name: str, table: TensorSpec) -> tuple[int, int]:
@@ -86,7 +92,7 @@ class EmbeddingOp(PieceOp):
         return LOOK_UP.both()
 
 
-class EmbeddingBackwardOp(Op):
+class EmbeddingBackwardOp(LoopOp):
     """Gradient of the table, written or added to a given tensor."""
 
     name = "embedding_backward"
@@ -117,19 +123,23 @@ class EmbeddingBackwardOp(Op):
         np.add.at(out, ids, dy.reshape(-1, out.shape[1]))
         return ()
 
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, accumulate: bool) -> None:
+    def loop_calls(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, accumulate: bool
+    ) -> Sequence[LoopCall]:
         (dy, tokens, out), (links,) = inputs, outputs
-        vocabulary, cols = out.shape
-        count = tokens.size
+        (vocabulary, cols), count = out.shape, tokens.size
+        scalars = (count, cols, vocabulary, int(accumulate))
+        sums = LoopCall(BACKWARD.pick(cols, dy, out), count * column_groups(cols), 1, (dy, tokens, links, out), scalars)
+        return LoopCall(LINKS, count, _LOOKED_AT, (tokens, links), (count, vocabulary)), sums
+
+    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, accumulate: bool) -> None:
         if not accumulate:
-            gpu.fill_zero(out)
-        if count == 0:
+            gpu.fill_zero(inputs[2])
+        if not inputs[1].size:
             return
-        gpu.fill_zero(links)
-        gpu.dispatch(LINKS, row_groups(gpu, LINKS, count), tokens, links, count, vocabulary)
-        kernel = BACKWARD.pick(cols, dy, out)
-        groups = flat_groups(count * column_groups(cols))
-        gpu.dispatch(kernel, groups, dy, tokens, links, out, count, cols, vocabulary, int(accumulate))
+        gpu.fill_zero(outputs[0])
+        for call in self.loop_calls(inputs, outputs, accumulate=accumulate):
+            launch_loops(gpu, call)
 
     def kernels(self) -> Iterable[Kernel]:
         return (LINKS, *BACKWARD.both())

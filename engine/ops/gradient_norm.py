@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..input_checks import described, require_list
 from ..kernel import Kernel
-from ..op import Op, register
+from ..op import register
 from ..setting_checks import is_number
 from ..tensor import Tensor, TensorSpec
-from .row_kernels import ROW_SUBGROUPS, RowKernels, check_dtype_of, check_spec, row_groups
-from .tensor_table import SQUARES_WORDS, check_count, squares_table, table_spec, write_table
+from .loop_kernels import LoopCall, LoopOp, OfTensors, by_loops, every_text, launch_loops, planned, rows_by_loops
+from .row_kernels import ROW_SUBGROUPS, check_dtype_of, check_spec, row_groups
+from .sum import PARTS_ARGS, parts_of
+from .tensor_table import SQUARES_WORDS, Place, check_count, own_table, squares_table, table_spec, write_table
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
@@ -26,15 +29,31 @@ _MOST, _LEAST = 1e18, 2.0**-126  # shaders/gradient_state.comp
 _MIN_CHUNK = 8192  # elements
 _MAX_PARTS = 8192
 
-SQUARES = RowKernels(
-    "square_sums", "square_sums.comp", "in row x, out f32 y, uint n, uint parts, uint chunk", subgroups=ROW_SUBGROUPS
-)
-SQUARES_MANY = Kernel(
-    "square_sums_many",
-    "square_sums_many.comp",
-    "in u32x4 table, out f32 y, uint num_tensors, uint num_parts",
-    subgroups=ROW_SUBGROUPS,
-)
+
+def _squares_many(turns: int) -> Kernel:
+    return Kernel(
+        "square_sums_many",
+        "square_sums_many.comp",
+        "in u32x4 table, out f32 y, uint num_tensors, uint num_parts",
+        subgroups=ROW_SUBGROUPS,
+        defines={"TURNS": turns},
+        family="loop",
+    )
+
+
+def _prepare(
+    aside: Recorder, kernel: Kernel, turns: int, rows: Sequence[Sequence[Place]], more: int
+) -> Callable[[], None]:
+    """Tensors of a case or a measurement; more: where the sums of their parts go."""
+    parts = [square_parts(place.size) for (place,) in rows]
+    table = own_table(aside, squares_table([place for (place,) in rows], parts))
+    num_parts = sum(count for count, _ in parts)
+    groups = row_groups(aside, kernel, num_parts)
+    return lambda: aside.dispatch(kernel, groups, table, more, len(rows), num_parts)
+
+
+SQUARES = rows_by_loops("square_sums", "square_sums.comp", PARTS_ARGS, parts_of, subgroups=ROW_SUBGROUPS)
+SQUARES_MANY = by_loops(_squares_many, OfTensors(1, _prepare))
 ONE_SUM = Kernel(
     "gradient_sum",
     "gradient_sums.comp",
@@ -57,13 +76,20 @@ STATE = Kernel(
 )
 
 
+@lru_cache(maxsize=4096)
 def square_parts(n: int) -> tuple[int, int]:
     """(parts, elements a part) of the first stage: a pure function of the size, since it fixes the order of the sum."""
     chunk = max(_MIN_CHUNK, 4 * -(-n // (4 * _MAX_PARTS)))
     return max(1, -(-n // chunk)), chunk
 
 
-class GradientNormOp(Op):
+def squares_call(x: Tensor, target: Tensor) -> LoopCall:
+    """The first stage for one tensor."""
+    parts, chunk = square_parts(x.size)
+    return LoopCall(SQUARES.pick(x.size, x), parts, min(x.size, chunk), (x, target), (x.size, parts, chunk))
+
+
+class GradientNormOp(LoopOp):
     """Inputs: the loss (or None), then every gradient."""
 
     name = "gradient_norm"
@@ -107,29 +133,37 @@ class GradientNormOp(Op):
         finite = bool(np.isfinite(norm) and np.isfinite(last) and (clipped or not beyond))
         return sums, np.array([clip if finite else 0.0, float(finite), norm, last], dtype=sums.dtype)
 
+    def loop_calls(self, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor], **_: Any) -> Sequence[LoopCall]:
+        grads = [grad for grad in inputs[1:] if grad is not None]
+        parts = [square_parts(grad.size) for grad in grads]
+        num_parts = sum(count for count, _ in parts)
+        partials = outputs[-1] if num_parts > len(grads) else outputs[0]
+        if len(grads) == 1:
+            return (squares_call(grads[0], partials),)
+        length = sum(grad.size for grad in grads) // num_parts
+        return (LoopCall(SQUARES_MANY, num_parts, length, [(grad,) for grad in grads]),)
+
     def launch(
         self, gpu: Recorder, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor], *, max_norm: float
     ) -> None:
         loss, *given = inputs
         grads = [grad for grad in given if grad is not None]
         sums, state = outputs[:2]
-        parts = [square_parts(grad.size) for grad in grads]
-        num_parts = sum(count for count, _ in parts)
+        (call,) = self.loop_calls(inputs, outputs)
+        num_parts = call.pieces
         partials = outputs[-1] if num_parts > len(grads) else sums
         # The recorder splits by the op's work: it is all in the first stage.
         work = gpu.op_work
         if len(grads) == 1:
-            kernel = SQUARES.pick(grads[0].size, grads[0])
-            groups = row_groups(gpu, kernel, num_parts)
-            gpu.dispatch(kernel, groups, grads[0], partials, grads[0].size, *parts[0])
+            launch_loops(gpu, call)
             gpu.op_work = 0.0
             if num_parts > 1:
                 gpu.dispatch(ONE_SUM, 1, partials, sums, num_parts)
         else:
             table = outputs[2]
-            write_table(gpu, table, squares_table(grads, parts))
-            groups = row_groups(gpu, SQUARES_MANY, num_parts)
-            gpu.dispatch(SQUARES_MANY, groups, table, partials, len(grads), num_parts)
+            write_table(gpu, table, squares_table(grads, [square_parts(grad.size) for grad in grads]))
+            plan = planned(gpu, *call[:3])
+            gpu.dispatch(plan.kernel, -(-num_parts // plan.a_group), table, partials, len(grads), num_parts)
             gpu.op_work = 0.0
             if partials is not sums:
                 groups = row_groups(gpu, TENSOR_SUMS, len(grads))
@@ -139,7 +173,7 @@ class GradientNormOp(Op):
         gpu.op_work = work
 
     def kernels(self) -> Iterable[Kernel]:
-        return (*SQUARES.both(), SQUARES_MANY, ONE_SUM, TENSOR_SUMS, STATE)
+        return (*every_text((*SQUARES.both(), SQUARES_MANY)), ONE_SUM, TENSOR_SUMS, STATE)
 
 
 GRADIENT_NORM = register(GradientNormOp())

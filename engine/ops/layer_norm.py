@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from ..expr import fma, rsqrt, variables, where, whole
 from ..fold import FoldSpec, State, Walk
 from ..kernel import Kernel
-from ..op import Op, register
+from ..op import register
 from ..tensor import Tensor, TensorSpec
 from .column_sum import ColumnPartials, check_output
+from .loop_kernels import LoopCall, LoopOp
 from .row_fold import RowFold, RowFoldOp
 from .row_kernels import check_spec, rows_and_columns
 
@@ -91,7 +92,8 @@ BACKWARD_INTO = RowFold(
 )
 WEIGHT_BACKWARD = ColumnPartials(
     "layer_norm_weight_backward",
-    "in row dy, in row x, in f32 mean, in f32 rstd, out row partials",
+    "in row dy[rows * cols], in row x[rows * cols], in f32 mean[rows], in f32 rstd[rows], "
+    "out row partials[2 * chunks * cols]",
     kind=2,
     num_outputs=2,
 )
@@ -182,7 +184,7 @@ class LayerNormBackwardOp(RowFoldOp):
         return 13 * dy.size
 
 
-class LayerNormWeightBackwardOp(Op):
+class LayerNormWeightBackwardOp(LoopOp):
     """Gradients of weight and bias, written or added to given tensors."""
 
     name = "layer_norm_weight_backward"
@@ -220,6 +222,9 @@ class LayerNormWeightBackwardOp(Op):
             total = product.reshape(-1, cols).sum(axis=0)
             out[...] = out + total if accumulate else total
         return ()
+
+    def loop_calls(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], **_: Any) -> Sequence[LoopCall]:
+        return (WEIGHT_BACKWARD.loop_call(inputs[:4], inputs[1], outputs[0]),)
 
     def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, accumulate: bool) -> None:
         dy, x, mean, rstd, out_weight, out_bias = inputs

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from ..expr import rsqrt, variables
 from ..fold import FoldSpec, State, Walk
 from ..kernel import Kernel
-from ..op import Op, register
+from ..op import register
 from ..tensor import Tensor, TensorSpec
 from .column_sum import ColumnPartials, check_output
+from .loop_kernels import LoopCall, LoopOp
 from .row_fold import RowFold, RowFoldOp
 from .row_kernels import check_spec, rows_and_columns
 
@@ -57,7 +58,9 @@ BACKWARD_INTO = RowFold(
     )
 )
 WEIGHT_BACKWARD = ColumnPartials(
-    "rms_norm_weight_backward", "in row dy, in row x, in f32 rstd, out row partials", kind=1
+    "rms_norm_weight_backward",
+    "in row dy[rows * cols], in row x[rows * cols], in f32 rstd[rows], out row partials[chunks * cols]",
+    kind=1,
 )
 
 
@@ -137,7 +140,7 @@ class RmsNormBackwardOp(RowFoldOp):
         return 9 * x.size
 
 
-class RmsNormWeightBackwardOp(Op):
+class RmsNormWeightBackwardOp(LoopOp):
     """Gradient of weight, written or added to a given tensor."""
 
     name = "rms_norm_weight_backward"
@@ -163,6 +166,9 @@ class RmsNormWeightBackwardOp(Op):
         total = (dy * (x * rstd[..., None])).reshape(-1, x.shape[-1]).sum(axis=0)
         out[...] = out + total if accumulate else total
         return ()
+
+    def loop_calls(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], **_: Any) -> Sequence[LoopCall]:
+        return (WEIGHT_BACKWARD.loop_call(inputs[:3], inputs[1], outputs[0]),)
 
     def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, accumulate: bool) -> None:
         (dy, x, rstd, out), (partials,) = inputs, outputs

@@ -6,36 +6,24 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..kernel import Kernel
-from ..op import Op, register
+from ..op import register
 from ..step_parameters import StepParameters
 from ..tensor import Tensor, TensorSpec
 from .adamw import check_update
-from .row_kernels import FLAT_SIZE
+from .loop_kernels import LoopCall, LoopOp, every_text
 from .sgd import SGD, check_sgd_settings
-from .tensor_table import CHUNK, UPDATE_WORDS, by_parameter, check_lists, table_spec, update_table, write_table
+from .tensor_table import UPDATE_WORDS, by_parameter, check_lists, table_spec
+from .update_kernels import launch_updates, update_call, update_kernel
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
     from ..recorder import Recorder
 
-_ARGS = "in u32x4 table, in f32 state, step, uint num_tensors, uint has_state"
-PLAIN = Kernel(
-    "sgd_many",
-    "update_many.comp",
-    _ARGS,
-    local_size=FLAT_SIZE,
-    defines={"ADAMW": 0, "MOMENTUM": 0, "CHUNK": CHUNK},
-)
-WITH_MOMENTUM = Kernel(
-    "sgd_momentum_many",
-    "update_many.comp",
-    f"{_ARGS}, float momentum, uint nesterov",
-    local_size=FLAT_SIZE,
-    defines={"ADAMW": 0, "MOMENTUM": 1, "CHUNK": CHUNK},
-)
+PLAIN = update_kernel("sgd_many", "", (), 2, ADAMW=0, MOMENTUM=0)
+WITH_MOMENTUM = update_kernel("sgd_momentum_many", "float momentum, uint nesterov", (0.875, 1), 3, ADAMW=0, MOMENTUM=1)
 
 
-class SgdManyOp(Op):
+class SgdManyOp(LoopOp):
     """Inputs: the state (or None), then p, g and with_momentum the momentum buffer of each parameter."""
 
     name = "sgd_many_"
@@ -82,6 +70,21 @@ class SgdManyOp(Op):
             SGD.reference(p, g, b, state, momentum=momentum, weight_decay=decay, nesterov=nesterov, step=step)
         return ()
 
+    def loop_calls(
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        *,
+        with_momentum: bool,
+        momentum: float,
+        nesterov: bool,
+        **_: Any,
+    ) -> Sequence[LoopCall]:
+        tensors = list(by_parameter(inputs[1:], 2 + with_momentum))
+        if with_momentum:
+            return (update_call(WITH_MOMENTUM, tensors, (momentum, int(nesterov))),)
+        return (update_call(PLAIN, tensors, ()),)
+
     def launch(
         self,
         gpu: Recorder,
@@ -93,19 +96,11 @@ class SgdManyOp(Op):
         momentum: float,
         nesterov: bool,
     ) -> None:
-        state, *tensors = inputs
-        (table,) = outputs
-        rows, groups = update_table(by_parameter(tensors, 2 + with_momentum), weight_decays)
-        write_table(gpu, table, rows)
-        has_state = state is not None
-        args = (table, state if has_state else table, len(rows) // (UPDATE_WORDS // 2), int(has_state))
-        if with_momentum:
-            gpu.dispatch(WITH_MOMENTUM, groups, *args, momentum, int(nesterov))
-        else:
-            gpu.dispatch(PLAIN, groups, *args)
+        (call,) = self.loop_calls(inputs, outputs, with_momentum=with_momentum, momentum=momentum, nesterov=nesterov)
+        launch_updates(gpu, call, outputs[0], inputs[0], weight_decays)
 
     def kernels(self) -> Iterable[Kernel]:
-        return PLAIN, WITH_MOMENTUM
+        return every_text((PLAIN, WITH_MOMENTUM))
 
 
 SGD_MANY = register(SgdManyOp())

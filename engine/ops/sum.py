@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..kernel import Kernel
-from ..op import Op, register
+from ..op import register
 from ..tensor import Tensor, TensorSpec
-from .row_kernels import ROW_SUBGROUPS, RowKernels, check_dtype_of, row_groups
+from .loop_kernels import LoopCall, LoopOp, every_text, launch_loops, rows_by_loops
+from .row_kernels import ROW_SUBGROUPS, check_dtype_of
 
 if TYPE_CHECKING:
     from ..compute_engine import ComputeEngine
@@ -19,9 +21,8 @@ if TYPE_CHECKING:
 _MIN_CHUNK = 4096  # elements
 _MAX_PARTS = 16384
 
-KERNELS = RowKernels("sum", "sum.comp", "in row x, out f32 y, uint n, uint parts, uint chunk", subgroups=ROW_SUBGROUPS)
 
-
+@lru_cache(maxsize=4096)
 def sum_parts(n: int) -> tuple[int, int]:
     """(parts, elements a part); a part is a multiple of four elements so that each starts on 16 bytes."""
     fours = -(-n // (4 * _MAX_PARTS))
@@ -29,7 +30,16 @@ def sum_parts(n: int) -> tuple[int, int]:
     return max(1, -(-n // chunk)), chunk
 
 
-class SumOp(Op):
+def parts_of(pieces: int, width: int) -> tuple[int, dict[str, int]]:
+    """A case for kernels that sum parts of a flat array: the last part ends early."""
+    return pieces, {"n": pieces * 2060 - (29 - width), "parts": pieces, "chunk": 2060}
+
+
+PARTS_ARGS = "in row x[n], out f32 y[parts], uint n, uint parts, uint chunk"
+KERNELS = rows_by_loops("sum", "sum.comp", PARTS_ARGS, parts_of, subgroups=ROW_SUBGROUPS)
+
+
+class SumOp(LoopOp):
     """Sum of all elements."""
 
     name = "sum"
@@ -49,21 +59,19 @@ class SumOp(Op):
     def reference(self, x: Any) -> Sequence[Any]:
         return (np.sum(x, keepdims=True).reshape(1),)
 
-    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        x, target, last = (
-            inputs[0],
-            outputs[0],
-            outputs[-1],
-        )  # outputs: the sum, and partial sums where there are several
+    def loop_calls(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[LoopCall]:
+        (x,), last = inputs, outputs[-1]  # outputs: the sum, and partial sums where there are several
         parts, chunk = sum_parts(x.size)
-        kernel = KERNELS.pick(x.size, x)
-        gpu.dispatch(kernel, row_groups(gpu, kernel, parts), x, last, x.size, parts, chunk)
-        if parts > 1:
-            kernel = KERNELS.pick(parts, last)
-            gpu.dispatch(kernel, 1, last, target, parts, 1, parts)
+        return (LoopCall(KERNELS.pick(x.size, x), parts, min(x.size, chunk), (x, last), (x.size, parts, chunk)),)
+
+    def launch(self, gpu: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        (call,), target, last = self.loop_calls(inputs, outputs), outputs[0], outputs[-1]
+        launch_loops(gpu, call)
+        if call.pieces > 1:
+            gpu.dispatch(KERNELS.pick(call.pieces, last), 1, last, target, call.pieces, 1, call.pieces)
 
     def kernels(self) -> Iterable[Kernel]:
-        return KERNELS.both()
+        return every_text(KERNELS.both())
 
 
 SUM = register(SumOp())

@@ -7,7 +7,7 @@ so a step's stream holds all it needs: neither replay nor another step in betwee
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -50,10 +50,20 @@ def check_count(op: str, what: str, count: int) -> None:
         raise ValueError(f"{op}: {count} {what} were given, needed are 1 to {MAX_TENSORS}")
 
 
-def update_table(tensors: Iterable[Sequence[Tensor]], decays: Sequence[float]) -> tuple[np.ndarray, int]:
+class Place(NamedTuple):
+    """What a table holds of a tensor."""
+
+    address: int
+    size: int
+
+
+def update_table(
+    tensors: Iterable[Sequence[Tensor | Place]], decays: Sequence[float], turns: int = 1
+) -> tuple[np.ndarray, int]:
     """(rows, workgroups) for shaders/update_many.comp.
 
-    tensors: for each parameter two to four tensors of its size, itself first; empty parameters get no row.
+    tensors: for each parameter two to four tensors of its size, itself first; empty parameters get no row. turns: how
+    often CHUNK elements a workgroup takes.
     """
     rows = []
     group = 0
@@ -64,11 +74,11 @@ def update_table(tensors: Iterable[Sequence[Tensor]], decays: Sequence[float]) -
             wide = 0 if any(address % 16 for address in addresses) else size & ~3
             addresses += [0] * (4 - len(addresses))
             rows.append((*addresses, size | group << 32, int(np.float32(decay).view(np.uint32)) | wide << 32))
-            group += -(-size // CHUNK)
+            group += -(-size // (CHUNK * turns))
     return np.array(rows, "<u8").reshape(-1), group
 
 
-def squares_table(tensors: Sequence[Tensor], parts: Sequence[tuple[int, int]]) -> np.ndarray:
+def squares_table(tensors: Sequence[Tensor | Place], parts: Sequence[tuple[int, int]]) -> np.ndarray:
     """Rows for shaders/square_sums_many.comp. parts: (parts, elements a part) of each tensor."""
     rows = []
     first = 0
@@ -78,6 +88,13 @@ def squares_table(tensors: Sequence[Tensor], parts: Sequence[tuple[int, int]]) -
         rows.append((address, size | wide << 32, first | count << 32, chunk))
         first += count
     return np.array(rows, "<u8").reshape(-1)
+
+
+def own_table(aside: Recorder, rows: np.ndarray) -> int:
+    """The address of a table in memory of the recorder's own."""
+    buffer = aside.own_buffer(rows.nbytes, host_visible=True)
+    aside.write(buffer, 0, rows)
+    return buffer.address
 
 
 def write_table(gpu: Recorder, table: Tensor, rows: np.ndarray) -> None:
