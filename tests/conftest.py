@@ -76,7 +76,8 @@ def no_tensor_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     after = sum(stats.live_bytes for stats in engine.pool_stats().values())
     engine.release_idle_pool_blocks()
-    assert after == before, f"{after - before} bytes are still allocated after the test"
+    # Less: what an earlier test's caught error had kept alive was collected meanwhile.
+    assert after <= before, f"{after - before} bytes are still allocated after the test"
 
 
 @pytest.fixture
