@@ -45,6 +45,7 @@ def read_shader(name: str) -> str:
     return _INCLUDE.sub(lambda match: read_shader(match.group(1)), text)
 
 
+@cache
 def is_own_shader(name: str) -> bool:
     """Whether this is the name of a file of shaders/, which tells its content to one version of the package."""
     return isinstance(name, str) and Path(name).name == name and (SHADER_DIR / name).is_file()
