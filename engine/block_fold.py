@@ -30,6 +30,7 @@ from .expr_numpy import evaluate
 from .expr_walk import named, topological
 from .fold import State, Walk
 from .kernel import SHADER_DIR, is_own_shader
+from .kernel_text import freeze
 
 MOST_OPTIONAL = 4
 _OWN_ARGUMENTS = ("num_held", "num_streamed", "heads", "flags", "members")  # a kernel's, besides p_ + a name
@@ -89,6 +90,7 @@ class SeenRows:
     def __post_init__(self) -> None:
         if not is_own_shader(self.shader):
             raise ValueError(f"seen: {self.shader!r} is no file of {SHADER_DIR}: give the name of one that lies there")
+        freeze(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +170,7 @@ class BlockFold:
         known |= {*self.held, *(row_sum.name for row_sum in self.sums)}
         for name, row in self.rows.items():
             self._check(name, row, known)
+        freeze(self)
 
     def _check_types(self) -> None:
         if not isinstance(self.name, str):

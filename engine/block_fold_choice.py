@@ -10,7 +10,7 @@ from .block_fold_variants import ROWS, TileVariant, device_tile, estimated_rows,
 from .capabilities import Capabilities
 from .errors import BadInputError
 from .variant_cache import TuningTable
-from .variant_choice import OPS_WITH_VARIANTS, Selection, VariantChooser, hash_of_files, select, uses_tuning
+from .variant_choice import Selection, VariantChooser, hash_of_files, op_of_fold, select, uses_tuning
 
 
 def family_of(device: Capabilities, call: BlockCall) -> tuple[TileVariant, ...]:
@@ -44,11 +44,6 @@ def _kernel_hash() -> str:
     return hash_of_files((*shaders, *folds, *makers))
 
 
-def op_of(fold: str) -> str:
-    """What VKFOLD_VARIANT calls a fold: attention's by their names, all others by one."""
-    return fold if fold in OPS_WITH_VARIANTS else "block_fold"
-
-
 class BlockFoldChooser(VariantChooser[TileVariant]):
     """Chooses for block folds. plans: tiles by call."""
 
@@ -64,7 +59,7 @@ class BlockFoldChooser(VariantChooser[TileVariant]):
 
         Raises BadInputError for a forced one that there is not, VkfoldError for a barred one.
         """
-        op = op_of(call.fold.name)
+        op = op_of_fold(call.fold.name)
         name = self.forced(op)
         if name:
             self.check_name(op, name)

@@ -16,6 +16,7 @@ from .fold_glsl import plus, scoped
 from .kernel import Kernel, read_shader
 from .kernel_text import KernelText, key_of
 from .register_loops import Braces, Lines, as_loops, loop, written_out
+from .variant_choice import op_of_fold
 
 LOOPS = ("unrolled", "rolled", "written")  # by the driver; not at all: registers lie in memory; in the text
 BLOCK_ROWS = 2  # streamed rows in one block: part of the accumulation order; few, so that its code stays small
@@ -70,7 +71,8 @@ def block_fold_kernel(
         ("block fold", _key_of(fold), continues, written), lambda: block_fold_glsl(fold, continues, written)
     )
     quads = ["GL_KHR_shader_subgroup_quad"] * (tile.loops == "written")
-    return Kernel(name, text, block_fold_arguments(fold), subgroups=1, defines=defines, extensions=quads)
+    arguments, family = block_fold_arguments(fold), op_of_fold(fold.name)
+    return Kernel(name, text, arguments, subgroups=1, defines=defines, extensions=quads, family=family)
 
 
 _key_of = lru_cache(maxsize=256)(key_of)  # of a fold, whose tiles are many

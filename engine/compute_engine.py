@@ -43,7 +43,10 @@ class Rule:
         self.outputs = tuple(op.outputs(*specs, **settings))
         self.scratch = tuple(op.scratch(*specs, **settings))
         self.writes = tuple(op.written(len(specs), **settings))
-        self.cost: Cost = op.cost_of(specs, settings, self.outputs, self.writes)
+        if type(op).cost is Op.cost:
+            self.cost: Cost = op.cost_of(specs, settings, self.outputs, self.writes)
+        else:
+            self.cost = op.cost(*specs, **settings)
         self.ready: set[Any] = set()  # alignments of inputs for which the kernels are compiled; launcher.py
         self.ready_aligned = False  # whether they are compiled for inputs that all start on 16 bytes
         self.choice_state: Any = None  # for which that holds, of ops with variants; variant_choice.py

@@ -24,6 +24,7 @@ import numpy as np
 from .expr import RANDOM, Expr, checked_name, constant, equal, exp, variable, where
 from .expr_numpy import evaluate
 from .expr_walk import named, topological
+from .kernel_text import freeze
 from .step_parameters import StepParameters
 
 # what an input is -> its shape for rows [..., cols]
@@ -64,6 +65,9 @@ class Walk:
 
     states: Sequence[State]
     results: Mapping[str, Expr] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        freeze(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +125,7 @@ class FoldSpec:
             self._check(name, element, of_row | of_element)
         if not (self.elements or self.values):
             self._refuse("it has no output: name some in `elements` (of the row's shape) or `values` (one a row)")
+        freeze(self)
 
     def _refuse(self, what: str) -> None:
         raise ValueError(f"fold {self.name!r}: {what}")

@@ -150,7 +150,10 @@ class Kernel:
     def specialized(
         self, suffix: str, *, local_size: int = 0, subgroups: int = 0, constants: Mapping[str, int] | None = None
     ) -> Kernel:
-        """The same SPIR-V with another size or other constants. suffix: of its name."""
+        """The same SPIR-V with another size or other constants. suffix: of its name. Raises ValueError for a constant
+        that it does not have."""
+        if constants and not set(constants) <= set(self.constants):
+            raise ValueError(f"kernel {self.name!r} has no constant {', '.join(set(constants) - set(self.constants))}")
         twin = self._twin("in_words")  # which has this one's size
         twin.name = self.name + suffix
         if local_size or subgroups:

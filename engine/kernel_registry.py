@@ -37,7 +37,7 @@ def spirv_for(kernel: Kernel) -> bytes:
             kernel.check_text()
             found = compile_glsl(kernel.glsl, kernel.name)
             named = kernel.name.encode() + b"\0" + found
-            write_atomically(cache_path(kernel), hashlib.sha256(named).digest() + named)
+            write_atomically(cache_path(kernel), _checksum(kernel.digest, named) + named)
         _loaded[kernel.digest] = found
     return found
 
@@ -61,7 +61,8 @@ def spirv_of_digest(digest: str) -> bytes | None:
 
 
 def cache_path(kernel: Kernel) -> Path:
-    """Where the kernel is kept once compiled on this machine: a SHA-256 of what follows, its name, NUL, the SPIR-V."""
+    """Where the kernel is kept once compiled on this machine: a SHA-256 of its digest and of what follows, its name,
+    NUL, the SPIR-V."""
     return _path_of(kernel.digest)
 
 
@@ -118,7 +119,15 @@ def _revision() -> str:
     """Changes with the code between GLSL and SPIR-V: what another version compiled is not what this one would."""
     folder = Path(__file__).parent
     sources = b"".join((folder / name).read_bytes() for name in ("glsl_compiler.py", "spirv.py"))
-    return hashlib.sha256(b"name, NUL, SPIR-V" + sources).hexdigest()[:8]
+    return hashlib.sha256(b"name, NUL, SPIR-V, checked with its digest" + sources).hexdigest()[:8]
+
+
+_revision()  # of the files as they are imported
+
+
+def _checksum(digest: str, named: bytes) -> bytes:
+    """With the digest, so that two files that changed places are damaged ones."""
+    return hashlib.sha256(digest.encode() + named).digest()
 
 
 def _shipped(digest: str) -> bytes | None:
@@ -133,10 +142,10 @@ def _cached(digest: str) -> bytes | None:
 
 
 def _read_cached(path: Path) -> tuple[str, bytes] | None:
-    raw = _read(path)
+    raw, digest = _read(path), path.name.partition("-")[0]
     named = raw[_CHECKSUM_BYTES:]
     name, _, spirv = named.partition(b"\0")
-    if spirv[:4] != _MAGIC or hashlib.sha256(named).digest() != raw[:_CHECKSUM_BYTES]:
+    if spirv[:4] != _MAGIC or _checksum(digest, named) != raw[:_CHECKSUM_BYTES]:
         return None
     return name.decode(errors="replace"), spirv
 

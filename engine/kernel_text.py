@@ -8,11 +8,15 @@ finds its kernels without printing them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import cache, cached_property
+from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
+from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from .expr import Expr, fingerprint
 
@@ -22,7 +26,8 @@ _MOST_KNOWN, _MOST_REMEMBERED = 4096, 1024
 class KernelText:
     """GLSL with a `void main()`, printed when it is first read.
 
-    what: all that decides the text, as `key_of` takes it, the name of whoever prints it in front. write: prints it.
+    what: all that decides the text, as `key_of` takes it, the name of whoever prints it in front. write: prints it,
+    whenever that may be: it depends on nothing but `what`, as it is now, and this package's own sources.
     """
 
     def __init__(self, what: Any, write: Callable[[], str]) -> None:
@@ -36,21 +41,45 @@ class KernelText:
 
 
 def key_of(what: Any) -> str:
-    """A text that differs for different descriptions: expressions, strings, numbers, None, and of these mappings,
-    sequences and data classes, whose order counts. Raises TypeError for anything else.
+    """A text that differs for different descriptions: expressions, strings, numbers (NumPy's as Python's), None, and
+    of these mappings, sequences and data classes, whose order counts. Raises TypeError for anything else.
     """
-    if what is None or isinstance(what, (str, int, float)):
+    if type(what) in (str, int, float, bool, NoneType):
         return repr(what)
     if isinstance(what, Expr):
         return fingerprint(what).hex()
     if isinstance(what, Mapping):
         return f"{{{','.join([f'{key_of(name)}:{key_of(value)}' for name, value in what.items()])}}}"
-    if isinstance(what, (tuple, list)):
+    if isinstance(what, (str, Integral, Real)):
+        return repr(str(what) if isinstance(what, str) else int(what) if isinstance(what, Integral) else float(what))
+    if isinstance(what, Sequence) and not isinstance(what, (bytes, bytearray)):
         kind = type(what).__name__ if hasattr(what, "_fields") else ""
         return f"{kind}({','.join([key_of(value) for value in what])})"
     if is_dataclass(what):
         return f"{type(what).__name__}({','.join([key_of(getattr(what, each.name)) for each in fields(what)])})"
     raise TypeError(f"{what!r} of type {type(what).__name__} cannot be part of what a kernel is printed from")
+
+
+def frozen(value: Any) -> Any:
+    """A copy that nobody changes, of mappings and sequences and what they hold; NumPy's numbers become Python's.
+
+    A text is printed long after it was described, and by another key if the description had changed meanwhile.
+    """
+    if isinstance(value, Mapping):
+        return MappingProxyType({name: frozen(each) for name, each in value.items()})
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Sequence) and not isinstance(value, (str, tuple)):
+        return tuple(frozen(each) for each in value)
+    if type(value) is tuple:
+        return tuple(frozen(each) for each in value)
+    return value
+
+
+def freeze(description: Any) -> None:
+    """Make the fields of a frozen data class `frozen`."""
+    for each in fields(description):
+        object.__setattr__(description, each.name, frozen(getattr(description, each.name)))
 
 
 class Printed(NamedTuple):
@@ -85,10 +114,8 @@ def last_texts() -> dict[str, Printed]:
     return dict(list(_known.items())[-_MOST_REMEMBERED:])
 
 
-@cache
-def sources_hash() -> str:
-    """Of all that prints kernels: what another version printed for a key is not what this one would. "" where the
-    sources are not there to be read, as in a frozen program."""
+def hash_of_sources() -> str:
+    """Of all that prints kernels, as it lies on disk now. "" where it cannot be read, as in a frozen program."""
     engine = Path(__file__).resolve().parent
     modules = [*engine.glob("*.py"), *engine.glob("ops/*.py")]
     if not modules:
@@ -98,3 +125,8 @@ def sources_hash() -> str:
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:32]
+
+
+# As they were imported: what another version printed for a key is not what this one would. Taken now, since files may
+# change while a program runs.
+SOURCES = hash_of_sources()

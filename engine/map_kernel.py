@@ -12,8 +12,8 @@ from .expr import RANDOM, Expr
 from .expr_glsl import KINDS, glsl_includes, glsl_statements
 from .expr_numpy import evaluate
 from .expr_walk import topological
-from .kernel import Kernel, read_shader
-from .kernel_text import KernelText
+from .kernel import SHADER_DIR, Kernel, is_own_shader, read_shader
+from .kernel_text import KernelText, frozen
 from .map_choice import MapChooser, tuning_key
 from .map_variants import SIZES, MapVariant, map_variants
 from .ops.map_check import has_variants, right_map
@@ -120,9 +120,9 @@ class MapKernel:
         self.name = name
         self.inputs = tuple(Operand.of(what) for what in inputs)
         self.outputs = tuple(Operand.of(what) for what in outputs)
-        self.expressions: dict[str, Expr] = {} if isinstance(body, str) else dict(body)
+        self.expressions: Mapping[str, Expr] = frozen({} if isinstance(body, str) else body)
         words = [part.split() for part in scalars.split(",") if part]
-        self.scalars = {scalar: what for what, scalar in words}  # type by name
+        self.scalars: Mapping[str, str] = frozen({scalar: what for what, scalar in words})  # type by name
         self.takes_step = step or any(node.op in RANDOM for node in topological(self.expressions.values()))
         access: dict[str, str] = {operand.pointer: "in" for operand in self.inputs}
         for operand in self.outputs:
@@ -135,9 +135,13 @@ class MapKernel:
             re.search(rf"\bargs\s*\.\s*{pointer}\b", body) for pointer in access
         )
         self._has_variants: dict[bool, bool] = {}
-        what = (self.inputs, self.outputs, body, self.scalars, tuple(includes))
-        wide = KernelText(("wide map", what), lambda: self._text(body, includes, wide=True))
-        narrow = KernelText(("narrow map", what), lambda: self._text(body, includes, wide=False))
+        given, files = body if isinstance(body, str) else self.expressions, tuple(includes)
+        for file in files:
+            if not is_own_shader(file):
+                raise ValueError(f"map kernel {name!r}: {file!r} is no file of {SHADER_DIR}: make it part of the body")
+        what = (self.inputs, self.outputs, given, self.scalars, files)
+        wide = KernelText(("wide map", what), lambda: self._text(given, files, wide=True))
+        narrow = KernelText(("narrow map", what), lambda: self._text(given, files, wide=False))
         size, wide_only = SIZES[-1], {"STEPS": 1, "TAIL": 1}
         self.wide = Kernel(name + "_vec4", wide, joined, local_size=size, constants=wide_only, family="map")
         self.narrow = Kernel(name + "_scalar", narrow, joined, local_size=size, constants={"STEPS": 1}, family="map")

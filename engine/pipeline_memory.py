@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from .errors import VkfoldError
 from .kernel import Kernel
 from .kernel_registry import spirv_of_digest, write_atomically
-from .kernel_text import Printed, note_text, sources_hash
+from .kernel_text import SOURCES, Printed, hash_of_sources, note_text
 from .switches import cache_folder, logger
 from .vulkan_api import Device, Pipeline
 
@@ -66,7 +66,7 @@ def load_program(path: Path) -> list[Recipe]:
         sources = data["sources"]
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return []
-    if sources and sources == sources_hash():
+    if sources and sources == SOURCES:
         for key, printed in texts.items():
             note_text(key, printed)
     kinds: tuple[Any, ...] = (str, str, int, int, (int, type(None)), tuple)
@@ -76,18 +76,21 @@ def load_program(path: Path) -> list[Recipe]:
 
 def save_program(path: Path, recipes: Iterable[Recipe], texts: Mapping[str, Printed]) -> None:
     """Remember recipes and texts, by the kernels' keys, unless they are there already; a folder that cannot be written
-    is no error."""
+    is no error. No texts where sources changed since they were imported: they may be of both."""
+    if hash_of_sources() != SOURCES:
+        texts = {}
     data = {
-        "sources": sources_hash(),
+        "sources": SOURCES,
         "recipes": sorted(recipes, key=lambda recipe: (recipe.name, recipe.digest)),
         "texts": dict(sorted(texts.items())),
     }
     content = json.dumps(data)
-    text = f"{checksum(content)}\n{content}"
+    raw = f"{checksum(content)}\n{content}".encode()
     with suppress(OSError):
-        if path.read_text(encoding="utf-8") == text:
+        if path.read_bytes() == raw:
+            path.touch()  # of the oldest that go below, this is none
             return
-    write_atomically(path, text.encode())
+    write_atomically(path, raw)
     with suppress(OSError):
         files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
         for old in files[:-MAX_PROGRAMS]:

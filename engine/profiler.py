@@ -48,7 +48,7 @@ class OpProfiler:
     """Measures all ops of an engine between `attach` and `detach`; `take` gives what ran since the last time.
 
     `scope` is what ops called from now on belong to: whoever runs the model sets it. Values and their bits do not
-    change; submits stay as they are. Raises BadInputError where the device's queue writes no timestamps.
+    change; nothing is submitted early. Raises BadInputError where the device's queue writes no timestamps.
     """
 
     def __init__(self, engine: VulkanEngine) -> None:

@@ -1,6 +1,6 @@
 """Turns dispatches, copies and fills into command buffers, with a full memory barrier before every command: a dead
-tensor's bytes may serve a later op of the same batch. Nothing else writes barriers, but for one to the host at the end
-of every submit (submits.py).
+tensor's bytes may serve a later op of the same batch. No op writes barriers; one to the host is at the end of every
+submit (submits.py).
 
 Long work is split so that no dispatch and no submit runs near a driver's watchdog (about 2 s): by workgroup, never
 along a reduction.
@@ -155,7 +155,7 @@ class Recorder(Submits):
             batch = self._open()
         elif batch.new_work > self._early_work:
             batch.new_work = 0.0
-            if self._is_idle():
+            if self.trace is None and self._is_idle():  # a profile's times of an op have no gap in them
                 batch = self._submit_early(batch)
         self.num_commands += 1
         commands = batch.commands

@@ -86,6 +86,11 @@ OPS_WITH_VARIANTS: dict[str, tuple[str, ...]] = {
 _forced: list[tuple[str, str]] = []
 
 
+def op_of_fold(name: str) -> str:
+    """What VKFOLD_VARIANT calls a fold over blocks: attention's by their names, all others by one."""
+    return name if name in OPS_WITH_VARIANTS else "block_fold"
+
+
 @contextmanager
 def forced_variant(name: str, op: str = "matmul") -> Iterator[None]:
     """Every call of the op (a key of OPS_WITH_VARIANTS) inside uses this variant. For tests and measurements."""

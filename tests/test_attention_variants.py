@@ -10,7 +10,7 @@ import pytest
 from variant_checks import MASKS, damaged
 
 from vkfold.engine.block_fold import BlockFold
-from vkfold.engine.block_fold_choice import BlockFoldChooser, op_of, select_for
+from vkfold.engine.block_fold_choice import BlockFoldChooser, select_for
 from vkfold.engine.block_fold_glsl import Tile, block_fold_kernel
 from vkfold.engine.block_fold_variants import (
     device_tile,
@@ -27,7 +27,7 @@ from vkfold.engine.ops.attention import attention_calls
 from vkfold.engine.ops.block_fold_launch import KNOWN_HEAD_DIMS
 from vkfold.engine.ops.block_fold_tuner import tune_block_fold
 from vkfold.engine.variant_cache import TuningTable
-from vkfold.engine.variant_choice import OPS_WITH_VARIANTS, forced_by_switch, forced_variant
+from vkfold.engine.variant_choice import OPS_WITH_VARIANTS, forced_by_switch, forced_variant, op_of_fold
 from vkfold.engine.variant_families import CHOOSERS, variant_reasons
 from vkfold.engine.vulkan_engine import VulkanEngine
 
@@ -213,7 +213,7 @@ def test_every_op_that_can_be_forced_has_a_chooser() -> None:
         "attention_d_q": "b",
         "attention_d_kv": "a",
     }
-    assert op_of("attention_d_q") == "attention_d_q" and op_of("mine") == "block_fold"
+    assert op_of_fold("attention_d_q") == "attention_d_q" and op_of_fold("mine") == "block_fold"
 
 
 # -- tuning ------------------------------------------------------------------------------------------------------------

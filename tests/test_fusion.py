@@ -28,7 +28,9 @@ NUM_LAYERS = 3
 engine = pytest.fixture(name="engine")(fusing_engine)
 
 
-def train(kind: str, dropout: float, monkeypatch: pytest.MonkeyPatch, on: bool) -> tuple[dict, list, dict, int, dict]:
+def train(
+    kind: str, dropout: float, monkeypatch: pytest.MonkeyPatch, on: bool, num_layers: int = NUM_LAYERS
+) -> tuple[dict, list, dict, int, dict]:
     monkeypatch.setenv("VKFOLD_REPLAY", "0")
     monkeypatch.setenv("VKFOLD_FUSION", "all" if on else "0")
     monkeypatch.setenv("VKFOLD_DEBUG", "0")
@@ -37,7 +39,7 @@ def train(kind: str, dropout: float, monkeypatch: pytest.MonkeyPatch, on: bool) 
             vocab_size=50,
             d_model=24,
             num_heads=4,
-            num_layers=NUM_LAYERS,
+            num_layers=num_layers,
             max_seq_len=9,
             dropout=dropout,
             **MODELS[kind],
@@ -76,6 +78,9 @@ def test_training_is_equal_to_the_bit_and_every_rule_fires_in_every_layer(
     expected |= {"matmul + elementwise"} if dropout else {"matmul + residual"}
     for rule in expected:
         assert report[rule].times >= 2 * NUM_LAYERS, rule  # two micro-batches
+    _, _, longer, _, _ = train(kind, dropout, monkeypatch, on=True, num_layers=NUM_LAYERS + 1)
+    for rule in expected:
+        assert longer[rule].times >= report[rule].times + 2, f"{rule} does not fire in a layer more"
 
 
 def show(title: str, report: dict, num_calls: int) -> None:

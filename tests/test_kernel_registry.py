@@ -69,6 +69,19 @@ def test_a_damaged_cache_file_is_ignored(compiled: list[str], damage: str) -> No
     assert cache_path(kernel()).read_bytes() == whole
 
 
+def test_files_that_changed_places_are_damaged(compiled: list[str]) -> None:
+    """Each is whole, and of another kernel than its name says."""
+    one, other = kernel(), Kernel("other", SOURCE.replace("3.0", "4.0"), "inout f32 y, uint n", local_size=8)
+    first, second = spirv_for(one), spirv_for(other)
+    paths = cache_path(one), cache_path(other)
+    contents = [path.read_bytes() for path in paths]
+    for path, content in zip(paths, reversed(contents), strict=True):
+        path.write_bytes(content)
+    forget()
+    assert (spirv_for(one), spirv_for(other)) == (first, second) and len(compiled) == 4
+    assert [path.read_bytes() for path in paths] == contents
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(compiled: list[str], tmp_path: Path) -> None:
     """A file stands where the folder should be."""
     (tmp_path / "cache").mkdir()

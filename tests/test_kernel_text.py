@@ -6,9 +6,11 @@ import itertools
 import os
 import subprocess
 import sys
+from collections import UserList, deque
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +22,9 @@ from vkfold.engine.errors import VkfoldError
 from vkfold.engine.fold import FoldSpec, State, Walk
 from vkfold.engine.kernel import Kernel
 from vkfold.engine.kernel_registry import kernels_by_op, spirv_for
-from vkfold.engine.kernel_text import KernelText, Printed, key_of, note_text, sources_hash
+from vkfold.engine.kernel_text import SOURCES, KernelText, Printed, frozen, key_of, note_text
+from vkfold.engine.map_kernel import MapKernel
+from vkfold.engine.vulkan_engine import VulkanEngine
 
 from .test_expr import LEAVES, WORK, general
 
@@ -135,10 +139,64 @@ def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_sources_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A frozen program has no sources to tell its versions by."""
     monkeypatch.setattr(kernel_text, "__file__", str(tmp_path / "engine" / "kernel_text.py"))
-    assert sources_hash.__wrapped__() == ""
-    monkeypatch.setattr(pipeline_memory, "sources_hash", sources_hash.__wrapped__)
+    assert kernel_text.hash_of_sources() == ""
+    monkeypatch.setattr(pipeline_memory, "SOURCES", "")
     pipeline_memory.save_program(tmp_path / "program", [], {"key": Printed("0" * 32, False)})
     assert pipeline_memory.load_program(tmp_path / "program") == [] and kernel_text.known_text("key") is None
+
+
+def test_sources_that_change_under_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it prints with the old ones is not remembered for the new ones, nor what may be of both."""
+    texts = {"key": Printed("0" * 32, False)}
+    pipeline_memory.save_program(tmp_path / "same", [], texts)
+    monkeypatch.setattr(pipeline_memory, "hash_of_sources", lambda: "other")
+    pipeline_memory.save_program(tmp_path / "changed", [], texts)
+    pipeline_memory.load_program(tmp_path / "changed")
+    assert kernel_text.known_text("key") is None
+    pipeline_memory.load_program(tmp_path / "same")
+    assert kernel_text.known_text("key") == texts["key"]
+
+
+def test_descriptions_are_copied(vulkan: VulkanEngine) -> None:
+    """A caller may use a dict or list again: a text is printed later, from what was described."""
+    x, y, out = vulkan.tensor([1.0, 3.0]), e.variable("x"), vulkan.empty((2,))
+    body, inputs = {}, {"x": "row"}
+    kernels, folds = [], []
+    for factor in (2.0, 3.0, 4.0):
+        body["y"] = y * factor
+        kernels.append(MapKernel("again", ["x"], ["y"], body))
+        states = [State("total", "sum", y * factor)]
+        folds.append(FoldSpec("again", dict(inputs), [Walk(states)], values={"y": e.variable("total")}))
+        states.clear()
+    for factor, kernel_of_map, fold in zip((2.0, 3.0, 4.0), kernels, folds, strict=True):
+        kernel_of_map.launch(vulkan, 2, x, out)
+        assert out.numpy().tolist() == [factor, 3 * factor]
+        assert vulkan.fold(fold, x=x.reshape(1, 2))["y"].numpy().tolist() == [4 * factor]
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        folds[0].values["y"] = y  # type: ignore[index]
+    made = frozen({"a": [1, np.int64(2)], "b": (np.float32(0.5), Pair([1], 2))})
+    assert made["a"] == (1, 2) and made["b"] == (0.5, Pair([1], 2)) and type(made["b"][0]) is float
+
+
+def test_map_kernels_include_files_of_the_package(tmp_path: Path) -> None:
+    """Any other may change without its key."""
+    own = tmp_path / "own.glsl"
+    own.write_text("#define TWO 2.0\n")
+    with pytest.raises(ValueError, match=r"map kernel 'm': .*own.glsl' is no file of .*shaders.*: make it part of the"):
+        MapKernel("m", ["x"], ["y"], "y = TWO * x;", includes=[str(own)])
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert key_of(np.float32(0.5)) == key_of(0.5) != key_of(np.int64(5)) == key_of(5)
+    assert key_of(deque([1, 2])) == key_of([1, 2]) == key_of(UserList((1, 2)))
+    mask = SeenRows("see_all.glsl", deque(["lengths"]), {"N": np.int64(3)})
+    assert mask.defines == {"N": 3} and mask.tensors == ("lengths",)
+
+
+def test_a_twin_has_no_constants_of_its_own() -> None:
+    """They would be in its text."""
+    with pytest.raises(ValueError, match="'text_test' has no constant STEPS"):
+        kernel()[0].specialized("_twin", constants={"STEPS": 2})
 
 
 STEP = """
@@ -172,7 +230,7 @@ def test_the_second_run_prints_nothing(tmp_path: Path) -> None:
     first, losses = run()
     assert first > 20 and run() == (0, losses)
     (file,) = (tmp_path / "programs").iterdir()
-    content = file.read_text().partition("\n")[2].replace(sources_hash(), "0" * 32)
+    content = file.read_text().partition("\n")[2].replace(SOURCES, "0" * 32)
     file.write_text(f"{pipeline_memory.checksum(content)}\n{content}")
     again, same = run()  # fewer: no variants are compared any more
     assert 20 < again < first and same == losses and run() == (0, losses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,11 @@ def test_what_is_remembered_is_not_trusted(tmp_path: Path) -> None:
     save_program(file, good, {})
     whole = file.read_text()
     assert load_program(file) == good
+    for raw in (b"\xff\xfe" * 2000, os.urandom(3000)):
+        file.write_bytes(raw)
+        assert load_program(file) == []
+        save_program(file, good, {})
+        assert load_program(file) == good
     for text in ("", "\n", whole[:-1], whole.replace(good[0].name, "k", 1), whole.partition("\n")[2]):
         file.write_text(text)
         assert load_program(file) == []

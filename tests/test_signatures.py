@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vkfold.engine.cpu_engine import CpuEngine
-from vkfold.engine.op import OPS, Op
+from vkfold.engine.op import OPS, Cost, Op
 from vkfold.engine.setting_checks import check_settings
 from vkfold.engine.signatures import parameters_of
 from vkfold.engine.tensor import TensorSpec
@@ -118,6 +118,17 @@ class _Doubled(Op):
 
     def flops(self, *specs: Any, **settings: Any) -> int:
         return 1
+
+
+def test_an_op_may_say_what_it_costs() -> None:
+    class Dear(_Doubled):
+        name = "dear"
+
+        def cost(self, *specs: Any, **settings: Any) -> Cost:
+            return Cost(super().cost(*specs, **settings).flops + 11, 6, 7)
+
+    with CpuEngine() as cpu:
+        assert cpu.rule_of(Dear(), (cpu.tensor([1.0]), None), {"times": 2}).cost == (12, 6, 7)
 
 
 def test_a_wrapped_shape_rule_is_checked() -> None:

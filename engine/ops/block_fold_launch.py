@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..block_fold import BlockFold
 from ..block_fold_call import BlockCall
-from ..block_fold_choice import BlockFoldChooser, op_of
+from ..block_fold_choice import BlockFoldChooser
 from ..block_fold_glsl import Tile
 from ..block_fold_variants import device_tile, family_rows
 from ..capabilities import Capabilities
 from ..kernel import Kernel
 from ..op import Op
-from ..variant_choice import choice_state
+from ..variant_choice import choice_state, op_of_fold
 from .block_fold_check import right_tile
 from .block_fold_dispatch import (
     ROLLED_ROWS,
@@ -61,7 +61,7 @@ class BlockFoldCalls(Op):
 def _plan(gpu: Recorder, call: BlockCall, aligned: bool) -> BlockPlan:
     """Choose a variant that is known to be right, and work out its dispatches. Kept, since steps repeat."""
     chooser = BlockFoldChooser.of(gpu)
-    key = (call, aligned, chooser.forced(op_of(call.fold.name)), choice_state().tune)
+    key = (call, aligned, chooser.forced(op_of_fold(call.fold.name)), choice_state().tune)
     plan: BlockPlan | None = chooser.plans.get(key)
     while plan is None:
         choice = chooser.choose(call)

@@ -108,10 +108,12 @@ def _workgroup_kernel(name: str, variant: Variant, subgroup_size: int, resumes: 
     text = _text("matmul_shared.comp", parts, _MEMORY_MODEL * (variant.matrix is not None) + BFLOAT_PRAGMA * bfloat)
     arguments, invocations = kernel_arguments(parts), variant.workgroup_tile.invocations
     if variant.matrix is None:
-        return Kernel(name, text, arguments, local_size=invocations, defines=defines)
+        return Kernel(name, text, arguments, local_size=invocations, defines=defines, family="matmul")
     defines |= {"BFLOAT": int(bfloat)}
     subgroups = invocations // subgroup_size
-    return Kernel(name, text, arguments, subgroups=subgroups, defines=defines, extensions=_MATRIX_EXTENSIONS)
+    return Kernel(
+        name, text, arguments, subgroups=subgroups, defines=defines, extensions=_MATRIX_EXTENSIONS, family="matmul"
+    )
 
 
 @cache
@@ -158,7 +160,7 @@ def matmul_kernel(
         name += f"_{fold.name}_of_{'ab'[of_b]}{'_along_k' * along_k}"
     text = _text("matmul.comp", parts)
     subgroups = variant.split if variant.split > 1 else variant.subgroups
-    return Kernel(name, text, kernel_arguments(parts), subgroups=subgroups, defines=defines)
+    return Kernel(name, text, kernel_arguments(parts), subgroups=subgroups, defines=defines, family="matmul")
 
 
 Address: TypeAlias = Tensor | int  # a tensor, or where it lies
