@@ -10,7 +10,7 @@ from .block_fold_variants import ROWS, TileVariant, device_tile, estimated_rows,
 from .capabilities import Capabilities
 from .errors import BadInputError
 from .variant_cache import TuningTable
-from .variant_choice import Selection, VariantChooser, hash_of_files, op_of_fold, select, uses_tuning
+from .variant_choice import OPS_WITH_VARIANTS, Selection, VariantChooser, hash_of_files, op_of_fold, select, uses_tuning
 
 
 def family_of(device: Capabilities, call: BlockCall) -> tuple[TileVariant, ...]:
