@@ -37,10 +37,11 @@ class DriverMemory(NamedTuple):
 class Rule:
     """What an op's shape rule said for one combination of inputs and settings, kept because steps repeat."""
 
-    __slots__ = ("choice_state", "cost", "outputs", "ready", "ready_aligned", "scratch", "whole", "writes")
+    __slots__ = ("choice_state", "cost", "made", "outputs", "ready", "ready_aligned", "scratch", "whole", "writes")
 
     def __init__(self, op: Op, specs: Sequence[TensorSpec | None], settings: dict[str, Any]) -> None:
         self.outputs = tuple(op.outputs(*specs, **settings))
+        self.made = tuple((spec, spec.nbytes) for spec in self.outputs)  # with bytes, which each call asks for
         self.scratch = tuple(op.scratch(*specs, **settings))
         self.writes = tuple(op.written(len(specs), **settings))
         if type(op).cost is Op.cost:

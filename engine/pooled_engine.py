@@ -38,8 +38,11 @@ class PooledEngine(ComputeEngine):
         self.ledger: AllocationLedger | None = None  # hears of every op while one is attached
 
     # -- allocation --------------------------------------------------------------------------------------------------
-    def _allocate(self, spec: TensorSpec) -> Tensor:
-        nbytes, guard = spec.nbytes, self.guard_bytes
+    def _allocate(self, spec: TensorSpec, nbytes: int = -1) -> Tensor:
+        """nbytes: the spec's, where it is known."""
+        if nbytes < 0:
+            nbytes = spec.nbytes
+        guard = self.guard_bytes
         pool = self._pool
         try:
             range_ = pool.allocate(nbytes + 2 * guard)
@@ -83,12 +86,15 @@ class PooledEngine(ComputeEngine):
         ledger = self.ledger
         if ledger is not None:
             ledger.begin_op(op, inputs, rule)
-        made = [self._allocate(spec) for spec in rule.outputs]
-        scratch = [self._allocate(spec) for spec in rule.scratch]
+        allocate = self._allocate
+        made = [allocate(spec, nbytes) for spec, nbytes in rule.made]
+        outputs = tuple(made)
+        if rule.scratch:
+            made += [allocate(spec) for spec in rule.scratch]
         if ledger is not None:
-            ledger.end_op(made)
-        self._launch(op, rule, inputs, made + scratch, settings)
-        return tuple(made)
+            ledger.end_op(list(outputs))
+        self._launch(op, rule, inputs, made, settings)
+        return outputs
 
     def empty(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
         """A tensor with undefined contents."""

@@ -6,7 +6,7 @@ import weakref
 from bisect import bisect_left, insort
 from typing import Any, Protocol
 
-PAGE_UNITS = 256  # alignment units a page: bounds the holes that one page can list by half of it
+PAGE_UNITS = 2048  # alignment units a page: bounds the holes that one page can list by half of it
 
 
 class Pin(Protocol):
@@ -20,8 +20,9 @@ class Block:
     """The holes of one block, in units of bytes; offsets and sizes are multiples of the alignment.
 
     A page lists the holes that start in it, in order. A binary tree over the pages holds the largest hole below each
-    node, so `take` walks down to the first page with a large enough hole and then along at most 128 holes; both `take`
-    and `give` cost O(log pages). Two tables, hole by start and hole by end, join neighbours at once.
+    node, so `take` walks down to the first page with a large enough hole and then along its holes, of which there may
+    be 1,024 but seldom are ten; both `take` and `give` cost O(log pages). Two tables, hole by start and hole by end,
+    join neighbours at once.
 
     handle: what the source gave. sequence: rank in first-fit order. slot: the pool's place for it. touched: a range
     came from it since the pool last finished a step. kept: the step that the pool last finished used it. pins: who
@@ -112,7 +113,7 @@ class Block:
                     self._set_leaf(rest_leaf, size)
             size += nbytes
         if tree[leaf] == size:
-            self._set_leaf(leaf, max([sizes[hole] for hole in page], default=0))
+            self._set_leaf(leaf, sizes[page[0]] if len(page) == 1 else max([sizes[hole] for hole in page], default=0))
         self.live_bytes += nbytes
         self.num_ranges += 1
         return start

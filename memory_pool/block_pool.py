@@ -121,11 +121,15 @@ class BlockPool:
                 if tree[node] < size:
                     node += 1
             block = self._slots[node - leaves]
-            range_ = PoolRange(block, block.take(size), size, nbytes)
+            offset = block.take(size)
+            range_ = PoolRange(block, offset, size, nbytes)
             block.touched = True
-            self.live_signature ^= hash((block.sequence, range_.offset, size))
-            if tree[node] != block.tree[1]:
-                self._set_leaf(node, block.tree[1])
+            self.live_signature ^= hash((block.sequence, offset, size))
+            largest = block.tree[1]
+            if node == 1:  # the only block
+                tree[1] = largest
+            elif tree[node] != largest:
+                self._set_leaf(node, largest)
             self.num_ranges += 1
             self.total_allocations += 1
             self.live_bytes = live = self.live_bytes + size
@@ -160,12 +164,14 @@ class BlockPool:
         self._busy = True
         try:
             range_.live = False
-            size = range_.nbytes
-            block.give(range_.offset, size)
-            self.live_signature ^= hash((block.sequence, range_.offset, size))
-            node = self._leaves + slot
-            if self._tree[node] != block.tree[1]:
-                self._set_leaf(node, block.tree[1])
+            size, offset = range_.nbytes, range_.offset
+            block.give(offset, size)
+            self.live_signature ^= hash((block.sequence, offset, size))
+            node, tree, largest = self._leaves + slot, self._tree, block.tree[1]
+            if node == 1:
+                tree[1] = largest
+            elif tree[node] != largest:
+                self._set_leaf(node, largest)
             self.num_ranges -= 1
             self.live_bytes -= size
             if self.observer is not None:

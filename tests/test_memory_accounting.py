@@ -209,7 +209,7 @@ class SnapshotEngine(PlanEngine):
         self.snapshots: list[tuple[int, dict[str, PoolStats], dict[str, int]]] = []
         self.requested: dict[str, int] = {"step": 0, "parameter": 0}
 
-    def _allocate(self, spec: Any) -> Any:
+    def _allocate(self, spec: Any, nbytes: int = -1) -> Any:
         pool, nbytes, requested = self._pool.name, spec.nbytes, self.requested
         tensor = super()._allocate(spec)
         requested[pool] += nbytes
