@@ -6,7 +6,7 @@ import weakref
 from bisect import bisect_left, insort
 from typing import Any, Protocol
 
-PAGE_UNITS = 2048  # alignment units a page: bounds the holes that one page can list by half of it
+PAGE_UNITS = 1024  # alignment units a page: bounds the holes that one page can list by half of it
 
 
 class Pin(Protocol):
@@ -21,7 +21,7 @@ class Block:
 
     A page lists the holes that start in it, in order. A binary tree over the pages holds the largest hole below each
     node, so `take` walks down to the first page with a large enough hole and then along its holes, of which there may
-    be 1,024 but seldom are ten; both `take` and `give` cost O(log pages). Two tables, hole by start and hole by end,
+    be 512 but seldom are ten; both `take` and `give` cost O(log pages). Two tables, hole by start and hole by end,
     join neighbours at once.
 
     handle: what the source gave. sequence: rank in first-fit order. slot: the pool's place for it. touched: a range
