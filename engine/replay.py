@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,14 @@ class PoolUse:
         pool.peak_live_bytes = max(self.peak, self.peak_before)
 
 
+class StepInputs(NamedTuple):
+    """Host memory for what differs from step to step, by micro-batch: int32 arrays, and memory for step parameters."""
+
+    tokens: dict[int, np.ndarray]
+    targets: dict[int, np.ndarray]
+    parameters: dict[int, memoryview]
+
+
 class _Encoding:
     """One set of host memory and the command buffers that use it."""
 
@@ -58,15 +66,17 @@ class _Encoding:
             end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self.staging: Buffer = recorder.device.create_buffer(max(end, _ALIGNMENT), host_visible=True)
         mapping = self.staging.mapping
-        self.inputs: dict[Input, Any] = {}  # of parameters a memoryview, of tokens and targets an int32 array
+        self.inputs = StepInputs({}, {}, {})
         for (_, _, _, nbytes, what), place in zip(writes, places, strict=False):
             view = mapping[place : place + nbytes]
             if isinstance(what, Input):
-                self.inputs[what] = view if what.kind == "parameters" else np.frombuffer(view, np.int32)
+                of_kind: dict[int, Any] = getattr(self.inputs, what.kind)
+                is_array = what.kind != "parameters"
+                of_kind[what.micro_batch] = np.frombuffer(view, np.int32).reshape(what.shape) if is_array else view
             else:
                 view[:] = what
         self.results = [
-            mapping[place : place + result[2]]
+            mapping[place : place + result[2]].cast("f")
             for result, place in zip(stream.results, places[len(writes) :], strict=True)
         ]
         self.commands: list[CommandBuffer] = encode(recorder.device, stream, self.staging, places)
@@ -74,7 +84,8 @@ class _Encoding:
 
     def destroy(self) -> None:
         """Give everything back once the device has done with it."""
-        self.inputs.clear()
+        for of_kind in self.inputs:
+            of_kind.clear()
         self.results.clear()
         for commands in self.commands:
             self.recorder.retire(commands)
@@ -106,8 +117,8 @@ class Capture:
         return sum(encoding.staging.nbytes for encoding in self._encodings)
 
     @property
-    def inputs(self) -> dict[Input, Any]:
-        """Parameters (a memoryview), tokens and targets (flat int32 arrays) that the next submit takes.
+    def inputs(self) -> StepInputs:
+        """What the next submit takes.
 
         Waits where a submit under way still reads them.
         """
@@ -116,7 +127,7 @@ class Capture:
         return self._encodings[self._next].inputs
 
     @property
-    def inputs_ahead(self) -> dict[Input, Any]:
+    def inputs_ahead(self) -> StepInputs:
         """The same of another set, which no submit uses before `turn`: it may be written while one is under way.
 
         Raises OutOfDeviceMemoryError when there is no room for it.
@@ -130,7 +141,8 @@ class Capture:
         self._next = 1 - self._next
 
     def submit(self) -> list[memoryview]:
-        """Hand the step to the device; does not wait. The inputs are written before. Returns where results will be."""
+        """Hand the step to the device; does not wait. The inputs are written before. Returns where results, float32,
+        will be."""
         assert not self.dropped
         encoding = self._encodings[self._next]
         self._recorder.resubmit(encoding.prepared, self._fence, self.sent)
@@ -232,10 +244,10 @@ class StepReplayer:
         self._uses = [PoolUse(pool) for pool in self.pools]
         self.recorder.stream = StepStream()
 
-    def bring(self, kind: str, micro_batch: int) -> None:
+    def bring(self, kind: str, micro_batch: int, shape: tuple[int, ...] = ()) -> None:
         """The next upload differs from step to step."""
         if self.recorder.stream is not None:
-            self.recorder.next_input = Input(kind, micro_batch)
+            self.recorder.next_input = Input(kind, micro_batch, shape)
 
     def finish(self, results: Sequence[Tensor] = ()) -> tuple[StepStream, list[PoolUse]]:
         """All commands of the step are recorded; what comes now is no part of it. results: what is read back."""

@@ -26,7 +26,7 @@ def is_whole(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     """Whether this is a real number; True and False are none."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))
 
 
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {

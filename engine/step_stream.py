@@ -18,10 +18,11 @@ Place = tuple["Buffer", int, int]  # buffer, offset, bytes
 
 
 class Input(NamedTuple):
-    """Host data that differs from step to step. kind: "parameters", "tokens" or "targets"."""
+    """Host data that differs from step to step. kind: "parameters", "tokens" or "targets". shape: of the latter two."""
 
     kind: str
     micro_batch: int
+    shape: tuple[int, ...] = ()
 
 
 class StepStream:

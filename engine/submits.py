@@ -103,8 +103,8 @@ class Submits:
             self._in_flight.append(batch)
             self.num_submits += 1
         self._sending = None
-        while self._in_flight and (self._in_flight[0].finished or self._in_flight[0].fence.is_signaled()):
-            self._reclaim(self._in_flight[0])
+        while (oldest := self._in_flight[0]) is not batch and (oldest.finished or oldest.fence.is_signaled()):
+            self._reclaim(oldest)
 
     def _hand_over(self, batch: Batch) -> None:
         commands = batch.commands

@@ -171,17 +171,13 @@ def is_on(name: str) -> bool:
 
     Raises BadInputError for a value that is neither.
     """
-    return bool(_value(SWITCHES[name], os.environ.get(name, "")))
-
-
-def snapshot() -> tuple[str | None, ...]:
-    """The text, unparsed, of every switch that may change what an open engine records. Cheap enough for every step."""
-    environment = os.environ
-    return tuple(environment.get(name) for name in _WHILE_RECORDING)
+    text = raw(name)
+    return bool(_value(SWITCHES[name], text) if text else SWITCHES[name].default)
 
 
 _KNOWN: Any = getattr(os.environ, "_data", None)  # None: a Python that has none
 _ENCODED: dict[str, Any] = {name: getattr(os.environ, "encodekey", str)(name) for name in SWITCHES}
+_KEYS_WHILE_RECORDING = [_ENCODED[name] for name in _WHILE_RECORDING]
 
 
 def raw(name: str) -> str:
@@ -193,6 +189,15 @@ def raw(name: str) -> str:
     if _KNOWN is not None and _ENCODED[name] not in _KNOWN:
         return ""
     return os.environ.get(name, "")
+
+
+def snapshot() -> tuple[Any, ...]:
+    """The text, unparsed, of every switch that may change what an open engine records. Cheap enough for every step."""
+    environment = os.environ
+    known = getattr(environment, "_data", None)
+    if known is None:
+        return tuple(map(environment.get, _WHILE_RECORDING))
+    return tuple(map(known.get, _KEYS_WHILE_RECORDING))
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from ..engine.errors import BadInputError
 from ..engine.input_checks import described
 from ..engine.setting_checks import check_float32, is_number, is_whole
+from ..engine.step_parameters import LARGEST
 
 
 def finite(name: str, value: Any) -> float:
@@ -22,6 +23,8 @@ def finite(name: str, value: Any) -> float:
 
 def check_not_negative(name: str, value: Any) -> None:
     """Raises BadInputError unless it is finite and at least 0."""
+    if type(value) is float and 0.0 <= value <= LARGEST:  # a step's learning rate, mostly
+        return
     if finite(name, value) < 0:
         raise BadInputError(f"{name} is {value}, it must not be negative")
 
@@ -40,7 +43,7 @@ def check_fraction(name: str, value: Any) -> None:
 
 def check_whole(name: str, value: Any, past: int) -> None:
     """Raises BadInputError unless it is a whole number of 0..past - 1."""
-    if not is_whole(value):
+    if type(value) is not int and not is_whole(value):
         raise BadInputError(f"{name} is {described(value)}: it must be a whole number")
     if not 0 <= value < past:
         raise BadInputError(f"{name} is {value}, it must be 0 to {past - 1}")

@@ -16,9 +16,9 @@ import numpy as np
 
 from ..engine import switches
 from ..engine.errors import OutOfDeviceMemoryError
-from ..engine.replay import Capture, StepReplayer
+from ..engine.replay import Capture, StepInputs, StepReplayer
 from ..engine.step_parameters import StepParameters
-from ..engine.step_stream import Input, StepStream
+from ..engine.step_stream import StepStream
 from ..engine.tensor import Tensor
 from .counted_dict import CountedDict
 from .mode_watch import ModeWatch, Unreported, Watched, do_what_they_say, parts_of
@@ -112,7 +112,11 @@ class StepReplay:
         return ModeWatch(model, parts)
 
     def _key(self, settings: tuple[Any, ...]) -> tuple[Any, ...]:
-        optimizer = [_identity(value) for name, value in vars(self.optimizer).items() if name not in _NOT_SETTINGS]
+        optimizer = [
+            _identity(value) if isinstance(value, dict) else value
+            for name, value in vars(self.optimizer).items()
+            if name not in _NOT_SETTINGS
+        ]
         return settings, optimizer, switches.snapshot(), self.replayer.placement()
 
     # -- recording ---------------------------------------------------------------------------------------------------
@@ -145,7 +149,7 @@ class StepReplay:
     def upload(self, kind: str, micro_batch: int, array: np.ndarray) -> Tensor:
         """An int32 tensor with the values of an array that differs from step to step."""
         tensor: Tensor = self.engine.empty(array.shape, "int32")
-        self.replayer.bring(kind, micro_batch)
+        self.replayer.bring(kind, micro_batch, array.shape)
         self.engine.upload(tensor, array)
         return tensor
 
@@ -233,31 +237,32 @@ class StepReplay:
         self,
         captured: Captured,
         batches: Sequence[MicroBatch],
-        parameters: Sequence[StepParameters],
+        parameters: StepParameters,
         on_pools: Callable[[str, int, dict[str, Any]], None] | None,
         while_running: Callable[[], object] | None,
-    ) -> list[np.ndarray]:
-        """Submit a captured step with new inputs, wait for it; its results, float32.
+    ) -> list[memoryview]:
+        """Submit a captured step with new inputs, wait for it; its results, float32, to be read before the next step.
 
-        Counts the update as the device makes it, also where an interrupt comes in between.
+        parameters: of the last micro-batch; those of the others differ in nothing but its number. Counts the update as
+        the device makes it, also where an interrupt comes in between.
         """
         capture, engine = captured.capture, self.engine
         assert capture is not None
         capture.sent = []
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] is capture and ahead[1] is batches:
+        is_written = ahead is not None and ahead[0] is capture and ahead[1] is batches
+        if is_written:
             capture.turn()
-        else:
-            _write(capture.inputs, batches)
         inputs = capture.inputs
-        for i, values in enumerate(parameters):
-            inputs[Input("parameters", i)][:] = values.pack()
+        if not is_written:
+            _write(inputs, batches)
+        parameters.pack_into(inputs.parameters)
         try:
             results = capture.submit()
         finally:
             if capture.sent == [0]:
                 self.optimizer.num_updates += 1
-                engine.step_parameters = parameters[-1]
+                engine.step_parameters = parameters
         self.replayer.stats.replayed += 1
         engine.offloaded_bytes += captured.offloaded_bytes
         engine.restored_bytes += captured.restored_bytes
@@ -268,20 +273,19 @@ class StepReplay:
             while_running()
         engine.end_batch()
         engine.end_step()
-        return [np.frombuffer(bytes(view), np.float32) for view in results]
+        return results
 
 
-def _identity(value: Any) -> Any:
-    """An optimizer's setting; of its parameters and moments, which they are."""
+def _identity(value: dict[Any, Any]) -> Any:
+    """Which an optimizer's parameters or moments are."""
     if type(value) is CountedDict:
         return value.version
-    if not isinstance(value, dict):
-        return value
     groups = [group if isinstance(group, tuple) else (group,) for group in value.values()]
     return tuple(value), [[(id(each), getattr(each, "address", 0)) for each in group] for group in groups]
 
 
-def _write(inputs: dict[Input, Any], batches: Sequence[MicroBatch]) -> None:
+def _write(inputs: StepInputs, batches: Sequence[MicroBatch]) -> None:
+    """The shapes are those of the captured step, which its key says."""
     for i, (tokens, targets) in enumerate(batches):
-        inputs[Input("tokens", i)][:] = tokens.reshape(-1)
-        inputs[Input("targets", i)][:] = targets.reshape(-1)
+        inputs.tokens[i][...] = tokens
+        inputs.targets[i][...] = targets

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -202,10 +202,8 @@ class TrainingStep:
             return StepResult(0.0, 0.0, 0, False)
         self._while_running = while_running
         values = self.optimizer.step_values()
-        parameters = [
-            StepParameters(self.seed, step, i, learning_rate, 1.0 / num_valid, **values)
-            for i in range(len(micro_batches))
-        ]
+        last = len(micro_batches) - 1
+        parameters = StepParameters(self.seed, step, last, learning_rate, 1.0 / num_valid, **values)
         if replay is None:
             self.model.clear_gradients()
             self.model.engine.start_step()
@@ -225,15 +223,14 @@ class TrainingStep:
             replay.abandon()
 
     # -- recorded ----------------------------------------------------------------------------------------------------
-    def _recorded(
-        self, micro_batches: Sequence[MicroBatch], parameters: Sequence[StepParameters], num_valid: int
-    ) -> StepResult:
+    def _recorded(self, micro_batches: Sequence[MicroBatch], parameters: StepParameters, num_valid: int) -> StepResult:
+        """parameters: of the last micro-batch."""
         if self.fused_update:
-            return self._fused(micro_batches[0], parameters[0], num_valid)
+            return self._fused(micro_batches[0], parameters, num_valid)
         engine, model = self.model.engine, self.model
         total: Tensor | None = None
         for i, micro_batch in enumerate(micro_batches):
-            loss = self._loss(micro_batch, parameters[i])
+            loss = self._loss(micro_batch, replace(parameters, micro_batch=i))
             if total is None:
                 total = loss
             else:
@@ -242,7 +239,7 @@ class TrainingStep:
             self._phase("forward", i)
             model.backward()
             self._phase("backward", i)
-        report = self.optimizer.step(parameters[-1].learning_rate, loss=total, max_norm=self.max_norm)
+        report = self.optimizer.step(parameters.learning_rate, loss=total, max_norm=self.max_norm)
         del total
         if not self.keep_gradients:
             model.clear_gradients()
@@ -314,7 +311,7 @@ class TrainingStep:
     # -- replayed ----------------------------------------------------------------------------------------------------
     def _settings(self, micro_batches: Sequence[MicroBatch]) -> tuple[Any, ...]:
         """What decides which ops a step records, beside model, optimizer and engine."""
-        shapes = tuple(tokens.shape for tokens, _ in micro_batches)
+        shapes = [(tokens.shape, targets.shape) for tokens, targets in micro_batches]
         return shapes, self.max_norm, self.fused_update, self.keep_gradients, self.on_phase, self.on_pools is not None
 
     def _obstacle(self) -> str:
@@ -327,13 +324,14 @@ class TrainingStep:
         replay: StepReplay,
         captured: Captured,
         micro_batches: Sequence[MicroBatch],
-        parameters: Sequence[StepParameters],
+        parameters: StepParameters,
         num_valid: int,
     ) -> StepResult:
         results = replay.run(captured, micro_batches, parameters, self.on_pools, self._meanwhile())
         if self.fused_update:
-            return self._fused_result(FusedReport.of(captured.names, results[0]), num_valid, replayed=True)
-        return self._result(captured.names, lambda: results[1], results[0], num_valid, replayed=True)
+            report = FusedReport.of(captured.names, np.array(results[0]))
+            return self._fused_result(report, num_valid, replayed=True)
+        return self._result(captured.names, lambda: np.array(results[1]), results[0], num_valid, replayed=True)
 
     # -- result ------------------------------------------------------------------------------------------------------
     def _fused_result(self, report: FusedReport, num_valid: int, *, replayed: bool = False) -> StepResult:
@@ -348,7 +346,7 @@ class TrainingStep:
         self,
         names: Sequence[str],
         sums: Callable[[], np.ndarray],
-        state: np.ndarray,
+        state: np.ndarray | memoryview,
         num_valid: int,
         *,
         replayed: bool = False,
@@ -367,7 +365,7 @@ class TrainingStep:
 def check_micro_batches(micro_batches: Any) -> None:
     """Raises BadInputError unless this is a list, not empty, of pairs of arrays."""
     what = "a training step takes a list of (tokens, targets), two NumPy arrays of integers"
-    if not isinstance(micro_batches, Sequence) or isinstance(micro_batches, str):
+    if type(micro_batches) is not list and (not isinstance(micro_batches, Sequence) or isinstance(micro_batches, str)):
         raise BadInputError(f"{what}; given is {described(micro_batches)}")
     if not micro_batches:
         raise BadInputError("a training step needs at least one micro-batch")
