@@ -236,7 +236,7 @@ class StepReplayer:
 
     def placement(self) -> tuple[tuple[int, int, int], ...]:
         """Equal when the live ranges of all pools are the same."""
-        return tuple(pool.placement for pool in self.pools)
+        return tuple([pool.placement for pool in self.pools])
 
     def start(self) -> None:
         """A step begins: take down what is recorded from now on."""

@@ -139,7 +139,7 @@ class Submits:
         """Whether a batch with this fence was submitted and not waited for."""
         if self._sending is not None:
             self._send()
-        return any(batch.fence is fence for batch in self._in_flight)
+        return bool(self._in_flight) and any(batch.fence is fence for batch in self._in_flight)
 
     # -- waiting -----------------------------------------------------------------------------------------------------
     def wait(self) -> None:
@@ -175,8 +175,10 @@ class Submits:
         if batch.commands is not None:
             batch.commands.reset()
         # Each of these is one step of the interpreter. What a read waits for is the last, and stays.
-        self._staging.extend(map(batch.staging.pop, [-1] * len(batch.staging)))
-        batch.retired.extend(map(self._staging.pop, [0] * (len(self._staging) - 4)))
+        if batch.staging:
+            self._staging.extend(map(batch.staging.pop, [-1] * len(batch.staging)))
+        if len(self._staging) > 4:
+            batch.retired.extend(map(self._staging.pop, [0] * (len(self._staging) - 4)))
         while batch.retired:
             self._destroy(batch.retired[-1])  # which may be done twice
             batch.retired.pop()

@@ -171,12 +171,14 @@ def is_on(name: str) -> bool:
 
     Raises BadInputError for a value that is neither.
     """
-    text = raw(name)
-    return bool(_value(SWITCHES[name], text) if text else SWITCHES[name].default)
+    if _KNOWN is not None and _ENCODED[name] not in _KNOWN:
+        return _DEFAULTS[name]
+    return bool(_value(SWITCHES[name], os.environ.get(name, "")))
 
 
 _KNOWN: Any = getattr(os.environ, "_data", None)  # None: a Python that has none
 _ENCODED: dict[str, Any] = {name: getattr(os.environ, "encodekey", str)(name) for name in SWITCHES}
+_DEFAULTS: dict[str, Any] = {name: switch.default for name, switch in SWITCHES.items()}
 _KEYS_WHILE_RECORDING = [_ENCODED[name] for name in _WHILE_RECORDING]
 
 

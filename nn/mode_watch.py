@@ -116,18 +116,18 @@ class Unreported:
 
     def __init__(self, parts: Sequence[object] = ()) -> None:
         values = [value for part in parts for value in vars(part).values()]
-        self._lists = [(value, tuple(value)) for value in values if isinstance(value, list)]
+        # Lists of what is and of what was: one comparison each, which looks at nothing twice and mostly at no item.
+        self._lists = [value for value in values if isinstance(value, list)]
+        self._contents = [list(value) for value in self._lists]
         frozen = {cls for cls in {type(value) for value in values} if _is_frozen(cls)}
         settings = {id(value): value for value in values if type(value) in frozen and hasattr(value, "__dict__")}
         classes = [cls for cls in _bases(parts) if cls.__module__.startswith(_OWN_MODULES)]
-        self._spaces = [(vars(what), dict(vars(what))) for what in (*settings.values(), *classes)]
+        self._spaces: list[Any] = [vars(what) for what in (*settings.values(), *classes)]
+        self._entries = [dict(space) for space in self._spaces]
 
     def is_same(self) -> bool:
         """Whether nothing has changed."""
-        for space, before in self._spaces:
-            if space != before:
-                return False
-        return all(tuple(now) == before for now, before in self._lists)
+        return self._spaces == self._entries and self._lists == self._contents
 
 
 def _is_frozen(cls: type) -> bool:
