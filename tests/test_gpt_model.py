@@ -181,6 +181,35 @@ def test_bad_tokens(cpu: CpuEngine) -> None:
         model.loss(tokens, targets[:, 1:])
 
 
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "<i4", ">i4", "u4", "<i8", ">i8", "u8"])
+def test_a_batch_is_checked_in_every_type(cpu: CpuEngine, dtype: str) -> None:
+    """Number of labels, or what lies outside, as a look at each value says; also of arrays with gaps."""
+    model = GPTModel(cpu, GPTConfig(**TINY))
+    kind = np.dtype(dtype)
+    limits = np.iinfo(kind)
+    wide = [n for n in (limits.max, limits.min, 2**32 + 3, -(2**32) + 3) if limits.min <= n <= limits.max]
+    whole = np.zeros((2, 6), kind)
+    for number in (0, 10, 11, -1, -99, -100, -101, *wide):
+        if not limits.min <= number <= limits.max:
+            continue
+        for ignored in ((), (1,), (0, 1, 2, 3, 4, 5)) if kind.kind == "i" else ((),):
+            whole[:] = 3
+            whole[1, 4] = number
+            if ignored:
+                whole[1, list(ignored)] = -100
+            for targets in (whole, whole[:, ::2], np.asfortranarray(whole)):
+                values = [int(value) for value in targets.ravel()]
+                labels = [value for value in values if value != -100]
+                if all(0 <= value <= 10 for value in labels):
+                    assert model.check_batch(np.zeros_like(targets), targets) == len(labels)
+                else:
+                    with pytest.raises(BadInputError, match=rf"tokens {min(labels)}\.\.{max(labels)} lie outside"):
+                        model.check_batch(np.zeros_like(targets), targets)
+                if len(labels) < targets.size:
+                    with pytest.raises(BadInputError, match="outside the vocabulary"):
+                        model.check_batch(targets, np.zeros_like(targets))
+
+
 @pytest.mark.parametrize("checkpoint_every", [0, 1, 2])
 def test_evaluation_keeps_nothing(cpu: CpuEngine, checkpoint_every: int) -> None:
     model = GPTModel(cpu, GPTConfig(**{**TINY, "dropout": 0.5}))

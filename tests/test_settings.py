@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -207,3 +209,13 @@ def test_every_ops_settings_have_a_type() -> None:
         for setting in ("causal", "window", "scale"):
             with pytest.raises(TypeError, match=f"{name}: {setting} is <object"):
                 check_settings(OPS[name], {setting: object()})
+
+
+def test_step_parameters_of_several_micro_batches_are_packed_alike() -> None:
+    values = StepParameters(-(2**40) - 7, 5, 2, 1e-3, 0.25, 0.1, 0.2, 0.3)
+    places = {i: memoryview(bytearray(36)) for i in range(3)}
+    values.pack_into(places)
+    assert {i: bytes(place) for i, place in places.items()} == {
+        i: replace(values, micro_batch=i).pack() for i in range(3)
+    }
+    assert places[1][:16] == struct.pack("<qII", -(2**40) - 7, 5, 1)
