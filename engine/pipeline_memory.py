@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -74,27 +74,31 @@ def load_program(path: Path) -> list[Recipe]:
     return [r for r in recipes if all(isinstance(value, int) and 0 <= value < 2**32 for value in r.constants)]
 
 
-def save_program(path: Path, recipes: Iterable[Recipe], texts: Mapping[str, Printed]) -> None:
+def save_program(path: Path, recipes: Sequence[Recipe], texts: Mapping[str, Printed]) -> None:
     """Remember recipes and texts, by the kernels' keys, unless they are there already; a folder that cannot be written
     is no error. No texts where sources changed since they were imported: they may be of both."""
-    if hash_of_sources() != SOURCES:
-        texts = {}
+    raw = _packed(recipes, texts)
+    with suppress(OSError):
+        if path.read_bytes() == raw:
+            path.touch()  # of the oldest that go below, this is none
+            return
+    if hash_of_sources() != SOURCES:  # takes milliseconds
+        raw = _packed(recipes, {})
+    write_atomically(path, raw)
+    with suppress(OSError):
+        files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+        for old in files[:-MAX_PROGRAMS]:
+            old.unlink()
+
+
+def _packed(recipes: Sequence[Recipe], texts: Mapping[str, Printed]) -> bytes:
     data = {
         "sources": SOURCES,
         "recipes": sorted(recipes, key=lambda recipe: (recipe.name, recipe.digest)),
         "texts": dict(sorted(texts.items())),
     }
     content = json.dumps(data)
-    raw = f"{checksum(content)}\n{content}".encode()
-    with suppress(OSError):
-        if path.read_bytes() == raw:
-            path.touch()  # of the oldest that go below, this is none
-            return
-    write_atomically(path, raw)
-    with suppress(OSError):
-        files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
-        for old in files[:-MAX_PROGRAMS]:
-            old.unlink()
+    return f"{checksum(content)}\n{content}".encode()
 
 
 def checksum(content: str) -> str:
