@@ -129,3 +129,9 @@ def attention_d_kv(score: Expr | None = None) -> BlockFold:
         shared="held",
         strides=_strides("k v q d_o d_k d_v"),
     )
+
+
+def describe_folds(score: Expr | None = None) -> None:
+    """Describe attention's three folds for a score, which are then kept. Raises ValueError for one that is none."""
+    for fold in (attention_forward, attention_d_q, attention_d_kv):
+        fold(score)

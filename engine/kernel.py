@@ -93,7 +93,7 @@ class Kernel:
                 raise TypeError(f"kernel {name!r}: {what} is {number!r:.40}, needed is a whole number")
         if bool(local_size) == bool(subgroups) or local_size < 0 or subgroups < 0:
             raise ValueError(f"kernel {name!r}: give either local_size or subgroups, a number above 0")
-        if _is_file(source) and not (SHADER_DIR / str(source)).is_file():
+        if _is_file(source) and not is_own_shader(source) and not (SHADER_DIR / str(source)).is_file():
             raise ValueError(
                 f"kernel {name!r}: there is no {source!r} in {SHADER_DIR}: give the GLSL text itself "
                 "(Path(file).read_text()), or the name of a file there"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..engine.attention_folds import describe_folds
 from ..engine.compute_engine import ComputeEngine
 from ..engine.expr import Expr
 from ..engine.tensor import Tensor
@@ -57,6 +58,7 @@ class Attention(Layer):
         self.rope = rope
         self.causal = causal
         self.window = window
+        describe_folds(score)
         self.score = score
         self.head_values = head_values
         self.sinks = Parameter(engine, (num_heads,), "zeros") if sinks else None
