@@ -81,6 +81,7 @@ class FoldSpec:
 
     A name stands for one thing: one input, scalar, pick, state or result. Outputs may be called like picks, states and
     results. Raises ValueError for other names, and for an expression of something that is not known where it stands.
+    What is given is copied: its kernels may be printed long after.
     """
 
     name: str

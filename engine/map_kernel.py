@@ -101,7 +101,7 @@ class MapKernel:
     which are compiled once with `T` float and once with `T` vec4, and see `index`, the index of the (first) element.
     scalars: kernel arguments behind the pointers, "float factor, uint width"; a float one is a variable, a uint one a
     whole number of the expressions. step: GLSL statements read `args.step` (expressions with random numbers bring it
-    themselves). includes: files of shaders/ the body needs.
+    themselves). includes: files of shaders/ the body needs; raises ValueError for any other.
 
     The kernel has one pointer for each distinct one of inputs and outputs, in order of appearance.
     """

@@ -25,7 +25,8 @@ class Attention(Layer):
     Keeps x, qkv (rotated), the output O before the last matmul, and one log-sum-exp a row and head; nothing of size
     seq x seq. With "qkv" or "attention" in `recompute`, qkv or (O, log-sum-exp) are freed once read, and rebuilt.
 
-    Raises ValueError when heads do not divide d_model (with head_dim 0) or key/value heads do not divide heads.
+    Raises ValueError when heads do not divide d_model (with head_dim 0) or key/value heads do not divide heads, and for
+    a score that attention cannot take.
     """
 
     def __init__(

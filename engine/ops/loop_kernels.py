@@ -208,9 +208,7 @@ def _compare(gpu: Recorder, kernel: Kernel, case: Case, choices: tuple[LoopVaria
         size = arg.elements({name: int(value) for name, value in scalars.items()}) * arg.element_bytes // 4
         if arg.type == "i32":
             operands[arg.name] = (np.arange(size) % int(scalars["vocabulary"])).astype(np.int32)
-        elif (
-            arg.type == "u32"
-        ):  # as shaders/embedding_links.comp writes them for those ids, or what it writes them over
+        elif arg.type == "u32":  # as shaders/embedding_links.comp writes them for those ids, or writes them over
             operands[arg.name] = links = np.zeros((size // 2, 2), np.uint32)
             if arg.access == "in":
                 first = int(scalars["vocabulary"])
