@@ -10,6 +10,8 @@ import numpy as np
 from .step_parameters import SIZE_BYTES, StepParameters
 
 if TYPE_CHECKING:
+    from .kernel import Kernel
+    from .kernel_arguments import Argument
     from .recorder import Recorder
 
 _GUARD = 1024  # words around every operand, at least
@@ -17,6 +19,22 @@ _STEP = StepParameters(9, 3, 1, 0.01, 0.5, 0.1, 0.2, 0.3)
 T = TypeVar("T")
 
 Record = Callable[["Recorder", T, "Mapping[str, int]"], None]  # aside, with one kernel, at the operands' addresses
+
+
+def operands_of(
+    kernel: Kernel, scalars: Mapping[str, float], whole: Callable[[Argument, int], np.ndarray], rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """What lies behind a kernel's pointers, of the extents that it declares for these scalars: numbers above 0, and
+    where they are no float32, `whole` of the argument and the number of words."""
+    operands = {}
+    for arg in kernel.args:
+        if arg.is_pointer and arg.type != "step":
+            size = arg.elements({name: int(value) for name, value in scalars.items()}) * arg.element_bytes // 4
+            is_float = arg.type.startswith("f32")
+            operands[arg.name] = (
+                np.abs(rng.standard_normal(size)).astype(np.float32) if is_float else whole(arg, size).ravel()
+            )
+    return operands
 
 
 def difference(

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..kernel import Kernel
+from ..kernel_arguments import Argument
 from ..loop_choice import LoopChooser, family_of, select_for
 from ..loop_variants import FACTORS, TURNS, LoopVariant, LoopWork, tuning_key, worth_measuring
 from ..op import Op
 from ..step_parameters import SIZE_BYTES
 from ..tuner import HALF, Measured, keep_times, measure_in_turns
-from ..variant_check import difference
+from ..variant_check import difference, operands_of
 from ..variant_choice import ask_state, choice_state
 from .row_kernels import RowKernels
 from .tensor_table import Place
@@ -200,30 +201,25 @@ def _compare(gpu: Recorder, kernel: Kernel, case: Case, choices: tuple[LoopVaria
     """Two workgroups, the second nearly empty: numbers above 0, ids one after the other."""
     whole = any(arg.is_pointer and arg.type == "f32x4" for arg in kernel.args)
     pieces, scalars = case(pieces_a_group(gpu, variant_of(kernel, choices[0])) + 3, 4 if whole else 1)
-    rng = np.random.default_rng(7)
-    operands: dict[str, np.ndarray] = {}
-    for arg in kernel.args:
-        if arg.type == "step" or not arg.is_pointer:
-            continue
-        size = arg.elements({name: int(value) for name, value in scalars.items()}) * arg.element_bytes // 4
+
+    def whole_numbers(arg: Argument, size: int) -> np.ndarray:
+        first = int(scalars["vocabulary"])
         if arg.type == "i32":
-            operands[arg.name] = (np.arange(size) % int(scalars["vocabulary"])).astype(np.int32)
-        elif arg.type == "u32":  # as shaders/embedding_links.comp writes them for those ids, or writes them over
-            operands[arg.name] = links = np.zeros((size // 2, 2), np.uint32)
-            if arg.access == "in":
-                first = int(scalars["vocabulary"])
-                links[: len(links) - first, 0] = np.arange(first, len(links))
-                links[first:, 1] = 1
-        else:
-            operands[arg.name] = np.abs(rng.standard_normal(size)).astype(np.float32)
+            return (np.arange(size) % first).astype(np.int32)
+        links = np.zeros((size // 2, 2), np.uint32)
+        if arg.access == "in":  # as shaders/embedding_links.comp writes them for those ids; else it writes them over
+            links[: len(links) - first, 0] = np.arange(first, len(links))
+            links[first:, 1] = 1
+        return links
+
+    operands = operands_of(kernel, scalars, whole_numbers, np.random.default_rng(7))
     numbers = [scalars[arg.name] for arg in kernel.args if not arg.is_pointer]
 
     def record(aside: Recorder, choice: LoopVariant, at: Mapping[str, int]) -> None:
         variant = variant_of(kernel, choice)
         aside.dispatch(variant, -(-pieces // pieces_a_group(gpu, variant)), *at.values(), *numbers)
 
-    flat = {name: array.ravel() for name, array in operands.items()}
-    return difference(gpu, flat, record, choices, shift=0 if whole else 1, guard=_GUARD)
+    return difference(gpu, operands, record, choices, shift=0 if whole else 1, guard=_GUARD)
 
 
 def _compare_tensors(gpu: Recorder, kernel: Kernel, case: OfTensors, choices: tuple[LoopVariant, LoopVariant]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..map_choice import MapChooser
-from ..map_variants import MapVariant, map_variants
+from ..map_variants import SIZES, STEPS, MapVariant, map_variants
 from ..variant_check import difference
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _SPECIAL = np.array([0.0, -0.0, np.inf, np.nan, -np.inf, 1e-3, 1e4], np.float32)
 _LIKELY = 2**31  # a threshold of random numbers that half of them pass
-_LONGEST = 9000  # elements of which places are looked at; the check has fewer
+_MORE = 7  # pieces in the second workgroup of a check
+_LONGEST = 4 * (SIZES[0] * STEPS[0] + _MORE) + 3  # elements of the longest check: their places are looked at
 _FURTHEST = 16 * _LONGEST  # places
 _ARGUMENT = re.compile(r"\bargs\.(\w+)")
 _PERIOD = {True: 12, False: 5}  # of places, with and without 16-byte loads
@@ -98,7 +99,7 @@ def _reach(operand: Operand) -> Reach:
 
 def _compare(gpu: Recorder, kernels: MapKernel, choice: MapVariant, base: MapVariant, wide: bool, tail: bool) -> str:
     """Two workgroups, the second nearly empty; what lies between operands must stay as it is."""
-    num_elements = (4 if wide else 1) * (choice.pieces + 7) + 3 * tail
+    num_elements = (4 if wide else 1) * (choice.pieces + _MORE) + 3 * tail
     scalars = _scalars(kernels, wide)
     rng = np.random.default_rng(7)
     operands: dict[str, np.ndarray] = {}

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..kernel import Kernel
+from ..kernel_arguments import Argument
 from ..map_choice import MapChooser, select_for, tuning_key
 from ..map_variants import SIZES, MapVariant, map_variants, worth_measuring
 from ..op import Op
 from ..step_parameters import SIZE_BYTES
 from ..tensor import Tensor
 from ..tuner import HALF, Measured, keep_times, measure_in_turns
-from ..variant_check import difference
+from ..variant_check import difference, operands_of
 from ..variant_choice import ask_state, choice_state
 from .row_kernels import RowKernels
 
@@ -112,17 +113,13 @@ def _compare(gpu: Recorder, kernel: Kernel, choice: MapVariant, base: MapVariant
     """Two workgroups, the second nearly empty: numbers above 0, ids below 5, words of any bits."""
     num_pieces, scalars = _examples[kernel](choice.pieces + 7)
     rng = np.random.default_rng(7)
-    operands: dict[str, np.ndarray] = {}
-    for arg in kernel.args:
-        if arg.type == "step" or not arg.is_pointer:
-            continue
-        size = arg.elements({name: int(value) for name, value in scalars.items()}) * arg.element_bytes // 4
+
+    def whole_numbers(arg: Argument, size: int) -> np.ndarray:
         if arg.type == "i32":
-            operands[arg.name] = rng.integers(0, 5, size).astype(np.int32)
-        elif arg.type == "u32":
-            operands[arg.name] = rng.integers(0, 2**32, size, np.uint32)
-        else:
-            operands[arg.name] = np.abs(rng.standard_normal(size)).astype(np.float32)
+            return rng.integers(0, 5, size).astype(np.int32)
+        return rng.integers(0, 2**32, size, np.uint32)
+
+    operands = operands_of(kernel, scalars, whole_numbers, rng)
     numbers = [scalars[arg.name] for arg in kernel.args if not arg.is_pointer]
 
     def record(aside: Recorder, variant: MapVariant, at: Mapping[str, int]) -> None:
