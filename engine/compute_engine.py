@@ -37,7 +37,19 @@ class DriverMemory(NamedTuple):
 class Rule:
     """What an op's shape rule said for one combination of inputs and settings, kept because steps repeat."""
 
-    __slots__ = ("choice_state", "cost", "made", "outputs", "ready", "ready_aligned", "scratch", "whole", "writes")
+    __slots__ = (
+        "choice_state",
+        "cost",
+        "made",
+        "outputs",
+        "ready",
+        "ready_aligned",
+        "scratch",
+        "settings",
+        "used",
+        "whole",
+        "writes",
+    )
 
     def __init__(self, op: Op, specs: Sequence[TensorSpec | None], settings: dict[str, Any]) -> None:
         self.outputs = tuple(op.outputs(*specs, **settings))
@@ -52,6 +64,8 @@ class Rule:
         self.ready_aligned = False  # whether they are compiled for inputs that all start on 16 bytes
         self.choice_state: Any = None  # for which that holds, of ops with variants; variant_choice.py
         self.whole = whole_settings(op)  # names; 2.0 finds the rule of 2, and no kernel takes it
+        self.settings = settings
+        self.used = False  # whether a call asked for it since this was set to False; remembered_calls.py
 
 
 class ComputeEngine(OpVerbs, OneThread, ABC):
@@ -65,7 +79,7 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rules: dict[Any, Rule] = {}
+        self.known_rules: dict[Any, Rule] = {}  # by op, specs of the inputs, and values of the settings
         self.never_made: NeverMade | None = None  # tensors whose op failed after it was called; None: none ever
         self.step_parameters = StepParameters()
         self.offloaded_bytes = 0  # copied to host memory by `offload` so far
@@ -86,14 +100,15 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
             raise
         key = (op, *specs, *settings.values())
         try:
-            rule = self._rules.get(key)
+            rule = self.known_rules.get(key)
         except TypeError:  # a setting that cannot be hashed
             check_settings(op, settings)
             raise
         if rule is None:
             check_inputs(op, inputs)
             check_settings(op, settings)
-            rule = self._rules[key] = Rule(op, specs, settings)
+            rule = self.known_rules[key] = Rule(op, specs, settings)
+        rule.used = True
         for name in rule.whole:
             if type(settings[name]) is not int:
                 check_settings(op, settings)

@@ -1,6 +1,7 @@
 """Which pipelines a training step used the last time, so that the next run makes them before its first step.
 
-With them is kept what their kernels' texts were (kernel_text.py): nothing is printed to find them.
+With them is kept what their kernels' texts were (kernel_text.py): nothing is printed to find them; and what kinds of
+calls the step made (remembered_calls.py).
 
 Making a pipeline takes a driver from some to some hundred milliseconds, even where its own cache has the machine code.
 Made one by one while the first step is recorded, they would make that step many times as long as all others; made
@@ -22,6 +23,7 @@ from .errors import VkfoldError
 from .kernel import Kernel
 from .kernel_registry import spirv_of_digest, write_atomically
 from .kernel_text import SOURCES, Printed, hash_of_sources, note_text
+from .remembered_calls import CallKind
 from .switches import cache_folder, logger
 from .vulkan_api import Device, Pipeline
 
@@ -47,43 +49,59 @@ class Recipe(NamedTuple):
         return cls(kernel.digest, kernel.name, size, kernel.packer.size, required, constants)
 
 
+class Program(NamedTuple):
+    """What is remembered of a program: recipes of its pipelines, and kinds of its calls, as JSON gives them."""
+
+    recipes: list[Recipe]
+    calls: list[CallKind]
+
+
+NOTHING = Program([], [])
+
+
 def program_path(device: Device, program: str) -> Path:
     """Where the recipes of a program are kept. program: any text that tells what will be run."""
     digest = hashlib.sha256(program.encode()).hexdigest()[:16]
     return cache_folder() / "programs" / f"{device.physical.driver_key}-{digest}.json"
 
 
-def load_program(path: Path) -> list[Recipe]:
-    """The recipes that were remembered, whose kernels' texts are known from now on; nothing where there is no such
-    file, or a damaged one."""
+def load_program(path: Path) -> Program:
+    """What was remembered; the kernels' texts are known from now on. Nothing where there is no such file, or a damaged
+    one; no calls and texts where they are another version's."""
     try:
         first, _, content = path.read_text(encoding="utf-8").partition("\n")
         if first != checksum(content):
-            return []
+            return NOTHING
         data = json.loads(content)
         recipes = [Recipe(*row[:5])._replace(constants=tuple(row[5])) for row in data["recipes"]]
         texts = {str(key): Printed(str(digest), bool(has_words)) for key, (digest, has_words) in data["texts"].items()}
+        calls = [(str(op), list(inputs), dict(settings)) for op, inputs, settings in data["calls"]]
         sources = data["sources"]
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return []
-    if sources and sources == SOURCES:
-        for key, printed in texts.items():
-            note_text(key, printed)
+        return NOTHING
+    if not sources or sources != SOURCES:
+        texts, calls = {}, []
+    for key, printed in texts.items():
+        note_text(key, printed)
     kinds: tuple[Any, ...] = (str, str, int, int, (int, type(None)), tuple)
     recipes = [r for r in recipes if all(isinstance(value, kind) for value, kind in zip(r, kinds, strict=True))]
-    return [r for r in recipes if all(isinstance(value, int) and 0 <= value < 2**32 for value in r.constants)]
+    recipes = [r for r in recipes if all(isinstance(value, int) and 0 <= value < 2**32 for value in r.constants)]
+    return Program(recipes, calls)
 
 
-def save_program(path: Path, recipes: Sequence[Recipe], texts: Mapping[str, Printed]) -> None:
-    """Remember recipes and texts, by the kernels' keys, unless they are there already; a folder that cannot be written
-    is no error. No texts where sources changed since they were imported: they may be of both."""
-    raw = _packed(recipes, texts)
+def save_program(
+    path: Path, recipes: Sequence[Recipe], texts: Mapping[str, Printed], calls: Sequence[CallKind] = ()
+) -> None:
+    """Remember recipes, texts by the kernels' keys, and kinds of calls, unless they are there already; a folder that
+    cannot be written is no error. No texts and calls where sources changed since they were imported: they may be of
+    both."""
+    raw = _packed(recipes, texts, calls)
     with suppress(OSError):
         if path.read_bytes() == raw:
             path.touch()  # of the oldest that go below, this is none
             return
     if hash_of_sources() != SOURCES:  # takes milliseconds
-        raw = _packed(recipes, {})
+        raw = _packed(recipes, {}, ())
     write_atomically(path, raw)
     with suppress(OSError):
         files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
@@ -91,11 +109,12 @@ def save_program(path: Path, recipes: Sequence[Recipe], texts: Mapping[str, Prin
             old.unlink()
 
 
-def _packed(recipes: Sequence[Recipe], texts: Mapping[str, Printed]) -> bytes:
+def _packed(recipes: Sequence[Recipe], texts: Mapping[str, Printed], calls: Sequence[CallKind]) -> bytes:
     data = {
         "sources": SOURCES,
         "recipes": sorted(recipes, key=lambda recipe: (recipe.name, recipe.digest)),
         "texts": dict(sorted(texts.items())),
+        "calls": sorted(calls, key=repr),
     }
     content = json.dumps(data)
     return f"{checksum(content)}\n{content}".encode()

@@ -190,8 +190,9 @@ class Recorder(Submits):
 
     def fill(self, tensor: Tensor, word: int) -> None:
         """Record filling a tensor with a 32-bit word. Sizes are rounded up to 4 bytes, within the tensor's range."""
-        buffer, offset = buffer_of(tensor)
-        self.fill_buffer(buffer, offset, (tensor.nbytes + 3) & ~3, word)
+        if not self.rehearsing:  # then a tensor may have no memory
+            buffer, offset = buffer_of(tensor)
+            self.fill_buffer(buffer, offset, (tensor.nbytes + 3) & ~3, word)
 
     def fill_buffer(self, buffer: Buffer, offset: int, nbytes: int, word: int) -> None:
         """Record filling a range of a buffer, both ends multiples of 4, with a 32-bit word."""
@@ -208,11 +209,13 @@ class Recorder(Submits):
 
     def write_tensor(self, tensor: Tensor, data: bytes) -> None:
         """Record a copy of host bytes to the start of a tensor."""
-        self.write(*buffer_of(tensor), data)
+        if not self.rehearsing:
+            self.write(*buffer_of(tensor), data)
 
     def copy(self, source: Tensor, target: Tensor, nbytes: int) -> None:
         """Record copying bytes from the start of one tensor to the start of another."""
-        self.copy_buffer(*buffer_of(source), *buffer_of(target), nbytes)
+        if not self.rehearsing:
+            self.copy_buffer(*buffer_of(source), *buffer_of(target), nbytes)
 
     def copy_buffer(self, source: Buffer, source_offset: int, target: Buffer, target_offset: int, nbytes: int) -> None:
         """Record copying bytes from one buffer to another."""

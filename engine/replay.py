@@ -18,6 +18,7 @@ from ..memory_pool import BlockPool, PoolStats
 from .kernel_text import last_texts
 from .pipeline_memory import load_program, program_path, save_program
 from .recorder import Recorder, place_of
+from .remembered_calls import CallKind
 from .replay_stats import ReplayStats
 from .step_stream import WRITE, Input, StepStream, encode
 from .tensor import Tensor
@@ -217,22 +218,24 @@ class StepReplayer:
         self._captures: weakref.WeakSet[Capture] = weakref.WeakSet()
         self._uses: list[PoolUse] = []
 
-    def make_pipelines(self, program: str) -> int:
-        """Make what a step of this program used the last time it ran, and read what is known of variants; returns how
-        many pipelines were made.
+    def make_pipelines(self, program: str) -> list[CallKind]:
+        """Make what a step of this program used the last time it ran, and read what is known of variants; returns the
+        kinds of calls that the step made.
 
         program: any text that tells what the step records.
         """
         recorder = self.recorder
         for chooser in CHOOSERS:
             chooser.of(recorder)
-        return recorder.make_ahead(load_program(program_path(recorder.device, program)))
+        remembered = load_program(program_path(recorder.device, program))
+        recorder.make_ahead(remembered.recipes)
+        return remembered.calls
 
-    def remember_pipelines(self, program: str, stream: StepStream) -> None:
-        """Remember the pipelines of a recorded step for the next run of the program."""
+    def remember(self, program: str, stream: StepStream, calls: Sequence[CallKind]) -> None:
+        """Remember the pipelines and the kinds of calls of a recorded step for the next run of the program."""
         used = {id(command[0]): command[0] for command in stream.commands if not isinstance(command[0], str)}
         path, pipelines = program_path(self.recorder.device, program), self.recorder.pipelines
-        save_program(path, pipelines.recipes(used.values()), last_texts())
+        save_program(path, pipelines.recipes(used.values()), last_texts(), calls)
 
     def placement(self) -> tuple[tuple[int, int, int], ...]:
         """Equal when the live ranges of all pools are the same."""

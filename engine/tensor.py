@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -279,3 +279,18 @@ def _no_operand(sign: str, value: Any) -> TypeError:
         )
     expected = "a tensor" if sign == "@" else "a tensor or a number"
     return TypeError(f"{sign} of a tensor and {type(value).__name__}: {expected} is needed")
+
+
+def nowhere(engine: ComputeEngine, specs: Sequence[TensorSpec], behind: Sequence[Tensor | None] = ()) -> list[Tensor]:
+    """Tensors with addresses that are aligned and apart, and no memory: for launches that record nothing.
+
+    behind: others of the kind, at lower addresses.
+    """
+    step = 256
+    address = max([tensor.address + tensor.spec.nbytes for tensor in behind if tensor is not None], default=0)
+    tensors = []
+    for spec in specs:
+        address = (address // step + 1) * step
+        tensors.append(Tensor(engine, spec, Storage(None, spec.nbytes, address, None)))
+        address += spec.nbytes
+    return tensors

@@ -27,7 +27,7 @@ from .recorder import Recorder, buffer_of
 from .replay import StepReplayer
 from .replay_stats import ReplayStats
 from .step_parameters import StepParameters
-from .tensor import Storage, Tensor
+from .tensor import Storage, Tensor, TensorSpec, nowhere
 from .transfer_queue import TransferQueue
 from .variant_choice import ChoosingAs, choice_state
 from .variant_families import check_forced
@@ -184,6 +184,18 @@ class VulkanEngine(PooledEngine):
     def _rehearse(self, op: Op, inputs: Sequence[Tensor | None], made: Sequence[Tensor], settings: Any) -> None:
         with self.recorder.rehearsal():
             op.launch(self.recorder, inputs, made, **settings)
+
+    def prepare_call(self, op: Op, specs: Sequence[TensorSpec | None], settings: dict[str, Any]) -> None:
+        """What the first call with such inputs does before it is recorded: its rule, and its kernels looked for.
+
+        Raises what the call would. Allocates nothing and records nothing.
+        """
+        given = iter(nowhere(self, [spec for spec in specs if spec is not None]))
+        inputs = tuple([None if spec is None else next(given) for spec in specs])
+        rule = self.rule_of(op, inputs, settings)
+        if self._launcher is not None and not rule.ready_aligned:
+            made = nowhere(self, rule.outputs + rule.scratch, behind=inputs)
+            self._launcher.make_ready(op, rule, inputs, made, settings)
 
     def _launch_call(self, call: Call) -> None:
         profiler = self.profiler

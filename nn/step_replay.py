@@ -8,14 +8,17 @@ equal live ranges the memory that the captured step writes is free, or is what r
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from ..engine import switches
 from ..engine.errors import OutOfDeviceMemoryError
+from ..engine.remembered_calls import calls_since, prepare_calls, start_counting
 from ..engine.replay import Capture, StepInputs, StepReplayer
 from ..engine.step_parameters import StepParameters
 from ..engine.step_stream import StepStream
@@ -66,8 +69,9 @@ class StepReplay:
         self._now: Captured | None = None  # the step being recorded
         self._unreported = Unreported()
         self._program = self._describe()
-        self._remembered = False  # whether the next run will know this step's pipelines
-        self.replayer.make_pipelines(self._program)
+        self._remembered = False  # whether the next run will know this step's pipelines and calls
+        if prepare_calls(self.engine, self.replayer.make_pipelines(self._program)):
+            _collect_once()
         self._ahead: tuple[Capture, Sequence[MicroBatch]] | None = None  # whose data already lies in the other set
 
     def _describe(self) -> str:
@@ -133,6 +137,8 @@ class StepReplay:
                 self._now.offloaded_bytes = -self.engine.offloaded_bytes
                 self._now.restored_bytes = -self.engine.restored_bytes
                 self.replayer.start()
+                if not self._remembered:
+                    start_counting(self.engine)
                 return
             reason = "a layer or the optimizer is not known to record the same ops each time (replay_supported)"
         stats.not_captured[reason] += 1
@@ -172,7 +178,7 @@ class StepReplay:
         self.engine.flush_batch()  # the device works while what follows is looked at
         if not self._remembered:
             self._remembered = True
-            self.replayer.remember_pipelines(self._program, now.stream)
+            self.replayer.remember(self._program, now.stream, calls_since(self.engine))
         self._now = None
         reason = now.stream.obstacle
         if not reason and now.changed != now.watch.changed:
@@ -274,6 +280,13 @@ class StepReplay:
         engine.end_batch()
         engine.end_step()
         return results
+
+
+@cache
+def _collect_once() -> None:
+    """Python's full collection of garbage. Imports make one due, which would come in the middle of some early step."""
+    if gc.isenabled():
+        gc.collect()
 
 
 def _identity(value: dict[Any, Any]) -> Any:

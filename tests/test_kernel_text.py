@@ -142,7 +142,10 @@ def test_without_sources_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert kernel_text.hash_of_sources() == ""
     monkeypatch.setattr(pipeline_memory, "SOURCES", "")
     pipeline_memory.save_program(tmp_path / "program", [], {"key": Printed("0" * 32, False)})
-    assert pipeline_memory.load_program(tmp_path / "program") == [] and kernel_text.known_text("key") is None
+    assert (
+        pipeline_memory.load_program(tmp_path / "program") == pipeline_memory.NOTHING
+        and kernel_text.known_text("key") is None
+    )
 
 
 def test_sources_that_change_under_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from vkfold.engine import kernel_registry, pipeline_memory
-from vkfold.engine.pipeline_memory import Recipe, checksum, load_program, save_program
+from vkfold.engine.pipeline_memory import NOTHING, Recipe, checksum, load_program, save_program
 from vkfold.engine.vulkan_engine import VulkanEngine
 from vkfold.nn import AdamW, GPTConfig, GPTModel, TrainingStep
 
@@ -39,7 +39,7 @@ def test_the_second_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with VulkanEngine() as engine:
         before, in_steps, losses = run(engine)
         (file,) = (tmp_path / "programs").iterdir()
-        known = len(load_program(file))
+        known = len(load_program(file).recipes)
         assert before == 0 and 10 < known <= in_steps  # others served to compare variants with, once on a device
 
     def compile_again(text: str, name: str) -> bytes:
@@ -57,29 +57,29 @@ def test_what_is_remembered_is_not_trusted(tmp_path: Path) -> None:
     with VulkanEngine() as engine:
         _, _, losses = run(engine)
     (file,) = (tmp_path / "programs").iterdir()
-    good = load_program(file)
+    good = load_program(file).recipes
     known = len(good)
     bad = [good[0]._replace(digest="0" * 32), good[1]._replace(local_size=10**6)]
     wrong: list[Any] = [[1, 2], [["a"]], [["a", 1, "x", 4, None]], [["a", "k", 1, 4, None, ["x"]]], None]
     contents = ["", "{", "null", "[1, 2]"]
     for recipes in wrong:
-        contents.append(json.dumps({"sources": "", "recipes": recipes, "texts": {}}))
+        contents.append(json.dumps({"sources": "", "recipes": recipes, "texts": {}, "calls": []}))
     for texts in ({"a": 1}, {"a": ["b"]}, [1], None):
-        contents.append(json.dumps({"sources": "", "recipes": [], "texts": texts}))
+        contents.append(json.dumps({"sources": "", "recipes": [], "texts": texts, "calls": []}))
     for content in contents:
         file.write_text(f"{checksum(content)}\n{content}")
-        assert load_program(file) == []
+        assert load_program(file) == NOTHING
     save_program(file, good, {})
     whole = file.read_text()
-    assert load_program(file) == good
+    assert load_program(file).recipes == good
     for raw in (b"\xff\xfe" * 2000, os.urandom(3000)):
         file.write_bytes(raw)
-        assert load_program(file) == []
+        assert load_program(file) == NOTHING
         save_program(file, good, {})
-        assert load_program(file) == good
+        assert load_program(file).recipes == good
     for text in ("", "\n", whole[:-1], whole.replace(good[0].name, "k", 1), whole.partition("\n")[2]):
         file.write_text(text)
-        assert load_program(file) == []
+        assert load_program(file) == NOTHING
     save_program(file, [*bad, *good[2:]], {})
     with VulkanEngine() as engine:
         assert run(engine) == (known - 2, 2, losses)
@@ -92,4 +92,4 @@ def test_old_programs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for number in range(6):
         save_program(tmp_path / f"{number}.json", [Recipe(str(number), "k", 64, 16, None)], {})
     assert len(list(tmp_path.glob("*.json"))) == 3
-    assert load_program(tmp_path / "5.json") == [Recipe("5", "k", 64, 16, None)]
+    assert load_program(tmp_path / "5.json").recipes == [Recipe("5", "k", 64, 16, None)]
