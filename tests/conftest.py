@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fusion_checks import fuse_everything
 from small_run import SMALL, TEXT
 
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.step_parameters import StepParameters
 from vkfold.engine.vulkan_engine import VulkanEngine
-from vkfold.tools import text_generate, text_train
+from vkfold.tools import demo, text_generate, text_train
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +26,16 @@ def vulkan() -> Iterator[VulkanEngine]:
     messages = list(engine.validation_messages)
     engine.close()
     assert not messages, f"{len(messages)} validation messages, the first: {messages[0]}"
+
+
+@pytest.fixture(scope="module")
+def fusing_of_module() -> Iterator[VulkanEngine]:
+    """One engine with every rule of fusion on, for the tests of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        fuse_everything(patch)
+        engine = VulkanEngine()
+    with engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +75,35 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(text_train, "make_engine", refuse)
     monkeypatch.setattr(text_generate, "make_engine", refuse)
+
+
+@pytest.fixture
+def short_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo with fewer bytes in its held-out losses and its sample, which take most of the time of few steps."""
+    part = demo.demo_text()[:30_000]
+    monkeypatch.setattr(demo, "demo_text", lambda: part)
+    monkeypatch.setattr(demo, "train", lambda config, given: text_train.train(replace(config, sample=40), given))
+
+
+@pytest.fixture
+def frozen_objects() -> Iterator[None]:
+    """Collections look at what the test makes only, so that thousands of them are quick; then all is as before."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    if enabled:
+        gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def deviceless(request: pytest.FixtureRequest) -> None:
+    """What is marked so needs no driver: CI runs it on one of them only."""
+    if request.node.get_closest_marker("deviceless"):
+        assert "vulkan" not in request.fixturenames
+        patch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
+        patch.setattr(VulkanEngine, "__init__", lambda *_, **__: pytest.fail("marked as deviceless"))
 
 
 @pytest.fixture(autouse=True)

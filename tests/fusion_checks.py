@@ -8,15 +8,32 @@ import numpy as np
 import pytest
 
 from vkfold.engine.fusion import Fusion
+from vkfold.engine.step_parameters import StepParameters
 from vkfold.engine.vulkan_engine import VulkanEngine
 
 
+def fuse_everything(patch: pytest.MonkeyPatch) -> None:
+    """Of engines that are made from now on: every rule is on, whatever the device."""
+    patch.setenv("VKFOLD_DEBUG", "0")
+    patch.setenv("VKFOLD_FUSION", "all")
+
+
 def fusing_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[VulkanEngine]:
-    """A fixture: an engine with every rule on, whatever the device."""
-    monkeypatch.setenv("VKFOLD_DEBUG", "0")
-    monkeypatch.setenv("VKFOLD_FUSION", "all")
+    """A fixture: an engine with every rule on."""
+    fuse_everything(monkeypatch)
     with VulkanEngine() as made:
         yield made
+
+
+def as_if_new(monkeypatch: pytest.MonkeyPatch, fusing_of_module: VulkanEngine) -> Iterator[VulkanEngine]:
+    """A fixture: the same, of the whole module (tests/conftest.py), so that a kernel is made once."""
+    fuse_everything(monkeypatch)
+    engine = fusing_of_module
+    engine.set_step_parameters(StepParameters())
+    engine.end_batch()
+    engine.release_idle_pool_blocks()
+    fusion_of(engine).reset_report()
+    yield engine
 
 
 def fusion_of(engine: VulkanEngine) -> Fusion:

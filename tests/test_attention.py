@@ -191,6 +191,7 @@ def test_group_reads_its_own_value_head(vulkan: VulkanEngine, oracle: CpuEngine)
         assert np.allclose(d_v, each_v.reshape(1, 9, 2, 2, 8).sum(axis=3), atol=1e-5)
 
 
+@pytest.mark.deviceless
 @pytest.mark.parametrize(
     ("causal", "window", "padded"), [(True, 0, False), (False, 0, True), (True, 3, True), (False, 3, False)]
 )

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,15 +41,8 @@ def test_the_demo_reaches_its_figures(tmp_path: Path) -> None:
     assert (folder / "saves" / "latest").read_text().strip() == "step-00000800"
 
 
-@pytest.fixture
-def in_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes most of the time, held-out losses and the sample, of fewer bytes."""
-    part = demo.demo_text()[:30_000]
-    monkeypatch.setattr(demo, "demo_text", lambda: part)
-    monkeypatch.setattr(demo, "train", lambda config, given: text_train.train(replace(config, sample=40), given))
-
-
-def test_few_steps(in_short: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.deviceless
+def test_few_steps(short_demo: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "demo"
     argv = ["--folder", str(folder), "--engine", "cpu", "--steps"]
     assert demo.main([*argv, "6"]) == 1
@@ -73,7 +65,7 @@ def test_few_steps(in_short: None, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_the_transcript_in_the_readme(
-    in_short: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    short_demo: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every line of it, but for numbers and places, is one that the demo prints, and in that order."""
 

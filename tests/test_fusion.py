@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from vkfold.nn import GPTConfig, GPTModel
 from vkfold.nn.optimizers import AdamW
 from vkfold.nn.training_step import TrainingStep
 
-from .fusion_checks import arrays, check_same, counts, fusing_engine, fusion_of
+from .fusion_checks import arrays, as_if_new, check_same, counts, fuse_everything, fusion_of
 
 MODELS = {
     "gpt": {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True},
@@ -25,48 +25,59 @@ MODELS = {
 }
 NUM_LAYERS = 3
 
-engine = pytest.fixture(name="engine")(fusing_engine)
+engine = pytest.fixture(name="engine")(as_if_new)
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[bool, VulkanEngine]]:
+    """Without fusion and with: with the same history, their pools are in the same state."""
+    with pytest.MonkeyPatch.context() as patch:
+        fuse_everything(patch)
+        fused = VulkanEngine()
+        patch.setenv("VKFOLD_FUSION", "0")
+        plain = VulkanEngine()
+    with fused, plain:
+        yield {False: plain, True: fused}
 
 
 def train(
-    kind: str, dropout: float, monkeypatch: pytest.MonkeyPatch, on: bool, num_layers: int = NUM_LAYERS
+    kind: str, dropout: float, engine: VulkanEngine, num_layers: int = NUM_LAYERS
 ) -> tuple[dict, list, dict, int, dict]:
-    monkeypatch.setenv("VKFOLD_REPLAY", "0")
-    monkeypatch.setenv("VKFOLD_FUSION", "all" if on else "0")
-    monkeypatch.setenv("VKFOLD_DEBUG", "0")
-    with VulkanEngine() as engine:
-        config = GPTConfig(
-            vocab_size=50,
-            d_model=24,
-            num_heads=4,
-            num_layers=num_layers,
-            max_seq_len=9,
-            dropout=dropout,
-            **MODELS[kind],
-        )
-        model = GPTModel(engine, config, seed=1)
-        model.set_training(True)
-        step = TrainingStep(model, AdamW(model), max_norm=1.0)
-        rng = np.random.default_rng(0)
-        losses, report, before = [], {}, 0
-        for i in range(3):
-            if engine.fusion is not None:
-                engine.fusion.reset_report()
-            batches = [(tokens := rng.integers(0, 50, (2, 9)), np.roll(tokens, -1, 1)) for _ in range(2)]
-            losses.append(step(batches, step=i, learning_rate=1e-2).loss)
-            if engine.fusion is not None and engine.fusion.num_calls:  # none in a step that is replayed
-                report, before = engine.fusion.report(), engine.fusion.num_calls
-        stats = {name: vars(s) if hasattr(s, "__dict__") else str(s) for name, s in engine.pool_stats().items()}
-        return model.state_dict(), losses, report, before, stats
+    engine.end_batch()
+    engine.release_idle_pool_blocks()
+    config = GPTConfig(
+        vocab_size=50,
+        d_model=24,
+        num_heads=4,
+        num_layers=num_layers,
+        max_seq_len=9,
+        dropout=dropout,
+        **MODELS[kind],
+    )
+    model = GPTModel(engine, config, seed=1)
+    model.set_training(True)
+    step = TrainingStep(model, AdamW(model), max_norm=1.0)
+    rng = np.random.default_rng(0)
+    losses, report, before = [], {}, 0
+    for i in range(3):
+        if engine.fusion is not None:
+            engine.fusion.reset_report()
+        batches = [(tokens := rng.integers(0, 50, (2, 9)), np.roll(tokens, -1, 1)) for _ in range(2)]
+        losses.append(step(batches, step=i, learning_rate=1e-2).loss)
+        if engine.fusion is not None and engine.fusion.num_calls:  # none in a step that is replayed
+            report, before = engine.fusion.report(), engine.fusion.num_calls
+    stats = {name: vars(s) if hasattr(s, "__dict__") else str(s) for name, s in engine.pool_stats().items()}
+    return model.state_dict(), losses, report, before, stats
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("kind", MODELS)
 def test_training_is_equal_to_the_bit_and_every_rule_fires_in_every_layer(
-    kind: str, dropout: float, monkeypatch: pytest.MonkeyPatch
+    kind: str, dropout: float, engines: dict[bool, VulkanEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, plain_losses, nothing, _, plain_stats = train(kind, dropout, monkeypatch, on=False)
-    fused, losses, report, num_calls, stats = train(kind, dropout, monkeypatch, on=True)
+    monkeypatch.setenv("VKFOLD_REPLAY", "0")
+    plain, plain_losses, nothing, _, plain_stats = train(kind, dropout, engines[False])
+    fused, losses, report, num_calls, stats = train(kind, dropout, engines[True])
     assert not nothing
     assert losses == plain_losses
     for name, value in plain.items():
@@ -78,7 +89,7 @@ def test_training_is_equal_to_the_bit_and_every_rule_fires_in_every_layer(
     expected |= {"matmul + elementwise"} if dropout else {"matmul + residual"}
     for rule in expected:
         assert report[rule].times >= 2 * NUM_LAYERS, rule  # two micro-batches
-    _, _, longer, _, _ = train(kind, dropout, monkeypatch, on=True, num_layers=NUM_LAYERS + 1)
+    _, _, longer, _, _ = [train(kind, dropout, engine, NUM_LAYERS + 1) for engine in engines.values()][True]
     for rule in expected:
         assert longer[rule].times >= report[rule].times + 2, f"{rule} does not fire in a layer more"
 

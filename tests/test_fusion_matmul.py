@@ -19,9 +19,9 @@ from vkfold.engine.tensor import Tensor
 from vkfold.engine.variant_choice import forced_variant
 from vkfold.engine.vulkan_engine import VulkanEngine
 
-from .fusion_checks import arrays, check_same, counts, fusing_engine
+from .fusion_checks import arrays, as_if_new, check_same, counts
 
-engine = pytest.fixture(name="engine")(fusing_engine)
+engine = pytest.fixture(name="engine")(as_if_new)
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])

@@ -26,6 +26,7 @@ def batch(seed: int = 0, rows: int = 2, seq: int = 5, vocab: int = 11) -> tuple[
     return tokens, targets
 
 
+@pytest.mark.deviceless
 @pytest.mark.parametrize(
     "settings",
     [

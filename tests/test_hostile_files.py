@@ -342,7 +342,7 @@ def contents_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_the_demo_keeps_what_is_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_demo_keeps_what_is_saved(short_demo: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     argv = ["--folder", str(folder), "--engine", "cpu", "--steps", "1"]
     assert demo.main(argv) == 1
@@ -357,7 +357,7 @@ def test_the_demo_keeps_what_is_saved(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "(text.txt, saves-2/, saves-2/log.jsonl)" in capsys.readouterr().out
 
 
-def test_the_demo_and_a_living_run(tmp_path: Path) -> None:
+def test_the_demo_and_a_living_run(short_demo: None, tmp_path: Path) -> None:
     """A run that has saved nothing yet has its folder for itself."""
     saves = tmp_path / "demo" / "saves"
     saves.mkdir(parents=True)

@@ -121,6 +121,7 @@ def test_the_digest_is_of_the_text_alone() -> None:
     assert len(set(names)) == len(names) > 30
 
 
+@pytest.mark.deviceless
 def test_every_kernel_is_valid_spirv() -> None:
     """After the NoContraction pass, by the validator of SPIRV-Tools, under Vulkan 1.2's rules."""
     spirv = b""

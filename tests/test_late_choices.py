@@ -15,9 +15,9 @@ from vkfold.engine.tensor import Tensor
 from vkfold.engine.variant_choice import ChoosingAs, choice_state, forced_variant
 from vkfold.engine.vulkan_engine import VulkanEngine
 
-from .fusion_checks import arrays, fusing_engine, fusion_of
+from .fusion_checks import arrays, as_if_new, fusion_of
 
-engine = pytest.fixture(name="engine")(fusing_engine)
+engine = pytest.fixture(name="engine")(as_if_new)
 
 BAD = [("VKFOLD_VARIANT", "matmul=rows3,attention=rows3"), ("VKFOLD_VARIANT", "matmul"), ("VKFOLD_TUNE", "maybe")]
 

@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -367,18 +367,6 @@ def test_nothing_grows_over_2000_steps(mode: str, queue: str, monkeypatch: pytes
 
 
 # -- frees follow reference counts -------------------------------------------------------------------------------------
-@pytest.fixture
-def frozen_objects() -> Iterator[None]:
-    """Collections look at what the test makes only, so that thousands of them are quick; then all is as before."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    if enabled:
-        gc.enable()
-
-
 Event = tuple[str, str, int, int, int]
 
 

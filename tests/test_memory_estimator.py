@@ -117,6 +117,7 @@ def test_tensor_parallel_spreads_matrices_and_keeps_norms() -> None:
     assert nine.parameter_bytes == pytest.approx(4 * (doubled + (2 * 30 + 1) * d), rel=1e-5)
 
 
+@pytest.mark.deviceless
 @pytest.mark.parametrize(
     ("options", "peak_gb", "more_flops"),
     [

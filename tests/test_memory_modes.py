@@ -324,6 +324,7 @@ def test_one_tensor_under_two_names_is_copied_once(vulkan: VulkanEngine) -> None
 
 
 # -- the automatic choice --------------------------------------------------------------------------------------------
+@pytest.mark.deviceless
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_budget_choice_equals_exhaustive_search(kind: str) -> None:
     """On four layers, every mode planned by itself: the cheapest that fits is the one chosen, at every budget."""

@@ -82,6 +82,7 @@ def test_feed_forward(oracle: CpuEngine, activation: str, bias: bool) -> None:
     check_layer(layer, inputs(2, 3, 6))
 
 
+@pytest.mark.deviceless
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("rope", ["none", "halves", "pairs", "yarn"])
 def test_attention(oracle: CpuEngine, kv_heads: int, rope: str) -> None:
@@ -156,6 +157,7 @@ def test_swiglu_default_width() -> None:
     assert default_width(96, "gelu") == 384
 
 
+@pytest.mark.deviceless
 @pytest.mark.parametrize(("norm", "activation", "bias"), [("rmsnorm", "swiglu", False), ("layernorm", "gelu", True)])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_block(oracle: CpuEngine, norm: str, activation: str, bias: bool, dropout: float) -> None:

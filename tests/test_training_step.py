@@ -214,6 +214,7 @@ def test_vulkan_and_reference_agree(vulkan: VulkanEngine, cpu: CpuEngine) -> Non
         assert np.abs(weights[name] - value).max() < 1e-3, name
 
 
+@pytest.mark.deviceless
 @pytest.mark.parametrize("optimizer", [AdamW, SGD])
 def test_it_learns(cpu: CpuEngine, optimizer: type) -> None:
     model = GPTModel(cpu, CONFIG)
