@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,6 +79,7 @@ def test_forty_steps_straight_or_in_parts(text: Path, tmp_path: Path, engine: st
     ][-1]
 
 
+@pytest.mark.deviceless
 def test_one_step_at_a_time(text: Path, tmp_path: Path) -> None:
     straight, single = tmp_path / "straight", tmp_path / "single"
     train(text, *RUN, "--engine", "cpu", "--max-steps", "12", "--save", straight)
@@ -87,6 +89,17 @@ def test_one_step_at_a_time(text: Path, tmp_path: Path) -> None:
     assert losses(single) == losses(straight)
     assert hashes(single) == hashes(straight)
     assert len(list(single.glob("step-*"))) == 2
+
+
+@pytest.fixture(scope="module")
+def eight_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of 8 steps in straight/ and the first 3 of it in parts/."""
+    root = tmp_path_factory.mktemp("eight_steps")
+    (root / "text.txt").write_bytes(TEXT)
+    options = [root / "text.txt", *RUN, "--engine", "vulkan"]
+    train(*options, "--max-steps", "8", "--save", root / "straight")
+    train(*options, "--max-steps", "3", "--schedule-steps", "8", "--save", root / "parts")
+    return root
 
 
 @pytest.mark.parametrize(
@@ -100,10 +113,10 @@ def test_one_step_at_a_time(text: Path, tmp_path: Path) -> None:
         ["--memory-budget", "800kB"],
     ],
 )
-def test_resumed_under_another_memory_mode(text: Path, tmp_path: Path, options: list[str]) -> None:
-    straight, parts = tmp_path / "straight", tmp_path / "parts"
-    train(text, *RUN, "--engine", "vulkan", "--max-steps", "8", "--save", straight)
-    train(text, *RUN, "--engine", "vulkan", "--max-steps", "3", "--schedule-steps", "8", "--save", parts)
+def test_resumed_under_another_memory_mode(eight_steps: Path, tmp_path: Path, options: list[str]) -> None:
+    straight, parts = eight_steps / "straight", tmp_path / "parts"
+    shutil.copytree(eight_steps / "parts", parts)
+    assert open_save(parts).step == 3
     train("--resume", parts, "--max-steps", "8", *options)
     assert losses(parts) == losses(straight)
     assert hashes(parts) == hashes(straight)
@@ -283,6 +296,7 @@ def test_memory_timeline(text: Path, tmp_path: Path) -> None:
     assert max(op["live_bytes"] for op in ops) <= shown["peak_bytes"]
 
 
+@pytest.mark.deviceless
 def test_progress_held_out_loss_and_sample(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(
         text,
@@ -311,6 +325,7 @@ def test_progress_held_out_loss_and_sample(text: Path, tmp_path: Path, capsys: p
     assert capsys.readouterr().out == first
 
 
+@pytest.mark.deviceless
 def test_bpe_run_resumes_with_its_tokenizer(text: Path, tmp_path: Path) -> None:
     straight, parts = tmp_path / "straight", tmp_path / "parts"
     options = [*SIZES, *STEPS, "--engine", "cpu", "--tokenizer", "bpe", "--vocab-size", "280", "--tie-head"]

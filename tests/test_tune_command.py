@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vkfold.engine.ops.matmul import layout_of
 from vkfold.engine.tensor import Tensor, TensorSpec
 from vkfold.engine.vulkan_engine import VulkanEngine
 from vkfold.tools import kernel_lab, lab_ops
+from vkfold.tools.device_peaks import Peaks, measure_peaks
 from vkfold.tools.model_setup import make_model, make_optimizer, make_training_step
 from vkfold.tools.run_config import RunConfig
 from vkfold.tools.tune_calls import (
@@ -233,12 +235,30 @@ def test_lab_checks_and_measures_matmul(capsys: pytest.CaptureFixture[str]) -> N
     assert seconds == sorted(seconds)
 
 
+@pytest.fixture(scope="module")
+def peaks() -> list[Peaks]:
+    return []
+
+
+@pytest.fixture
+def known_peaks(peaks: list[Peaks], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device can do at most is measured once: it takes longer than a small op's every variant."""
+
+    def measured(engine: VulkanEngine) -> Peaks:
+        peaks[:] = peaks or [measure_peaks(engine)]
+        return peaks[0]
+
+    monkeypatch.setattr(kernel_lab, "measure_peaks", measured)
+
+
 LAB_FOLDS = ["attention", "attention_backward", "attention_qkv", "attention_qkv_backward", "block_fold"]
 
 
 @pytest.mark.parametrize("name", LAB_FOLDS)
 @pytest.mark.parametrize("heads", ["2", "2(1)"])
-def test_lab_measures_every_tile_of_block_folds(name: str, heads: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lab_measures_every_tile_of_block_folds(
+    known_peaks: None, name: str, heads: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of backward its own op alone, all its gradients right and equal to the bit."""
     assert kernel_lab.main([name, f"1x{heads}x40x8", "--rounds", "2", "--json"]) == 0
     found = report(capsys)
@@ -260,8 +280,11 @@ def lab_shape(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(lab_ops.SUBJECTS))
-def test_lab_checks_other_ops(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right as it is; wrong when any of its outputs is two in a thousand off on the device."""
+def test_lab_checks_other_ops(
+    vulkan: VulkanEngine, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right as it is; wrong when any of its outputs is two in a thousand off on the device. Kernels are made once."""
+    monkeypatch.setattr(kernel_lab, "VulkanEngine", lambda device: nullcontext(vulkan))
     assert kernel_lab.main([name, lab_shape(name), "--check-only"]) == 0
     assert "equal" in capsys.readouterr().out
     subject = lab_ops.SUBJECTS[name]
@@ -319,7 +342,9 @@ def test_lab_groups_heads(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "rope", "cross_entropy_backward", "embedding_backward"])
-def test_lab_measures_ops_that_change_their_inputs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lab_measures_ops_that_change_their_inputs(
+    known_peaks: None, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The op alone, without copies."""
     assert kernel_lab.main([name, lab_shape(name), "--rounds", "2", "--json"]) == 0
     rows = report(capsys)["results"]
