@@ -43,7 +43,7 @@ def calls_since(engine: VulkanEngine) -> list[CallKind]:
 def prepare_calls(engine: VulkanEngine, calls: Iterable[CallKind]) -> int:
     """Do what the first call of each kind would do before it is recorded; returns for how many that worked.
 
-    Records nothing, allocates nothing on the device, and changes nothing that a call would not find the same.
+    Records nothing and allocates nothing on the device, but for checks of variants that this device has not had yet.
     """
     done = 0
     for name, specs, settings in calls:

@@ -188,7 +188,7 @@ class VulkanEngine(PooledEngine):
     def prepare_call(self, op: Op, specs: Sequence[TensorSpec | None], settings: dict[str, Any]) -> None:
         """What the first call with such inputs does before it is recorded: its rule, and its kernels looked for.
 
-        Raises what the call would. Allocates nothing and records nothing.
+        Raises what the call would. Allocates nothing and records nothing of the call.
         """
         given = iter(nowhere(self, [spec for spec in specs if spec is not None]))
         inputs = tuple([None if spec is None else next(given) for spec in specs])
