@@ -24,6 +24,7 @@ from .step_parameters import StepParameters
 from .tensor import Tensor, TensorSpec
 from .verbs import OpVerbs
 
+_MOST_RULES = 8192
 PROCESS, MEMORY_BUDGET = "process memory", "VK_EXT_memory_budget"
 
 
@@ -63,7 +64,8 @@ class Rule:
         self.ready: set[Any] = set()  # alignments of inputs for which the kernels are compiled; launcher.py
         self.ready_aligned = False  # whether they are compiled for inputs that all start on 16 bytes
         self.choice_state: Any = None  # for which that holds, of ops with variants; variant_choice.py
-        self.whole = whole_settings(op)  # names; 2.0 finds the rule of 2, and no kernel takes it
+        # names; 2.0 finds the rule of 2, and no kernel takes it
+        self.whole = tuple([name for name in whole_settings(op) if name in settings])
         self.settings = settings
         self.used = False  # whether a call asked for it since this was set to False; remembered_calls.py
 
@@ -79,7 +81,7 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        self.known_rules: dict[Any, Rule] = {}  # by op, specs of the inputs, and values of the settings
+        self.known_rules: dict[Any, Rule] = {}  # by op, specs of the inputs, names and values of the settings
         self.never_made: NeverMade | None = None  # tensors whose op failed after it was called; None: none ever
         self.step_parameters = StepParameters()
         self.offloaded_bytes = 0  # copied to host memory by `offload` so far
@@ -98,7 +100,7 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
         except AttributeError:
             check_inputs(op, inputs)
             raise
-        key = (op, *specs, *settings.values())
+        key = (op, *specs, *settings, *settings.values())
         try:
             rule = self.known_rules.get(key)
         except TypeError:  # a setting that cannot be hashed
@@ -107,7 +109,10 @@ class ComputeEngine(OpVerbs, OneThread, ABC):
         if rule is None:
             check_inputs(op, inputs)
             check_settings(op, settings)
-            rule = self.known_rules[key] = Rule(op, specs, settings)
+            rule = Rule(op, specs, settings)
+            if len(self.known_rules) >= _MOST_RULES:  # a setting that differs from call to call
+                self.known_rules.clear()
+            self.known_rules[key] = rule
         rule.used = True
         for name in rule.whole:
             if type(settings[name]) is not int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from .fusion import Call, Merge, Range, can_move, extent, overlap
 from .fusion_map_op import FusedMapOp, Plan, Slot, joint_op
@@ -22,6 +25,7 @@ _ARGUMENT = re.compile(r"\bargs\.(\w+)")
 _LOWER_HALF = re.compile(r"index \+ index / (args\.\w+) \* \1")
 _UPPER_HALF = re.compile(r"index \+ \(index / (args\.\w+) \+ 1u\) \* \1")
 _MOST_RECIPES = 4096
+_FLOATS = float, np.floating
 _MOST_PARTS = 6  # calls in one kernel: longer chains would be new kernels to compile for ever less gain
 
 
@@ -40,7 +44,7 @@ class Recipe:
     outputs: tuple[tuple[int, int] | None, ...]
 
 
-_recipes: dict[tuple[object, object, tuple[int, ...], tuple[bool, ...]], Recipe | None] = {}
+_recipes: dict[tuple[Any, ...], Recipe | None] = {}
 
 
 class Side(NamedTuple):
@@ -87,9 +91,10 @@ def join(first: Call, last: Call) -> Call | None:
             return None
         end = stop
     dead = tuple([first.is_dead(i) for i in range(first.num_outputs)])
-    key = first.identity, last.identity, pattern, dead
-    if key in _recipes:
-        recipe = _recipes[key]
+    key = first.identity, last.identity, pattern, dead, zeros_of(first.settings), zeros_of(last.settings)
+    found = _recipes.get(key, "new")
+    if not isinstance(found, str):
+        recipe = found
     else:
         recipe = make_recipe(first, last, pattern, dead)
         if recipe is not None and not all(is_available(kernel) for kernel in recipe.op.kernel.kernels()):
@@ -108,6 +113,22 @@ def join(first: Call, last: Call) -> Call | None:
     return Call(op, recipe.cost, inputs, outputs, len(outputs), recipe.settings, refs, identity=recipe)
 
 
+def zeros_of(settings: Mapping[str, Any]) -> tuple[float, ...]:
+    """The zeros among settings as 1.0 and -1.0, their signs: calls that differ in those alone have one identity."""
+    return _zeros_among(settings.values()) if settings else ()
+
+
+def _zeros_among(values: Iterable[Any]) -> tuple[float, ...]:
+    signs: list[float] = []
+    for value in values:
+        if isinstance(value, _FLOATS):
+            if value == 0.0:
+                signs.append(math.copysign(1.0, value))
+        elif isinstance(value, tuple):
+            signs += _zeros_among(value)
+    return tuple(signs)
+
+
 def _alive() -> bool:
     return True
 
@@ -123,10 +144,10 @@ def make_recipe(first: Call, last: Call, pattern: tuple[int, ...], dead: tuple[b
         dict(zip(one.kernel.pointers, pattern[:split], strict=True)),
         dict(zip(two.kernel.pointers, pattern[split:], strict=True)),
     )
-    scalars: dict[tuple[str, str, float], int] = {}  # one of each name, type and value
+    scalars: dict[tuple[str, str, float, float], int] = {}  # one of each name, type, value and sign
     numbers = [
         tuple(
-            scalars.setdefault((name, kind, value), len(scalars))
+            scalars.setdefault((name, kind, value, math.copysign(1.0, value)), len(scalars))
             for (name, kind), value in zip(side.kernel.scalars.items(), side.values, strict=True)
         )
         for side in (one, two)
@@ -153,7 +174,7 @@ def make_recipe(first: Call, last: Call, pattern: tuple[int, ...], dead: tuple[b
     written = sum(sizes[op.num_inputs :]) + sum(sizes[i] for i in op.writes)
     cost = Cost(first.cost.flops + last.cost.flops, sum(sizes[: op.num_inputs]), written)
     settings = {
-        "values": tuple(value for _, _, value in scalars),
+        "values": tuple(value for _, _, value, _ in scalars),
         "num_elements": one.num_elements,
         "wide": one.wide and two.wide,
     }

@@ -54,9 +54,9 @@ class KernelPipelines:
     def make_ahead(self, recipes: Iterable[Recipe]) -> dict[Recipe, Pipeline]:
         """Make those that are not there yet, all at once; returns them."""
         there = {*self._ahead, *self.recipes(self.by_kernel.values())}
-        made = make_pipelines(self.device, [recipe for recipe in recipes if recipe not in there])
-        self._ahead.update(made)
-        return made
+        new = [recipe for recipe in recipes if recipe not in there]
+        make_pipelines(self.device, new, self._ahead)
+        return {recipe: self._ahead[recipe] for recipe in new if recipe in self._ahead}
 
     def destroy(self) -> None:
         """Destroy all of them; no submit in flight may use one."""

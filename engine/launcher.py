@@ -63,7 +63,8 @@ class OpLauncher:
         for tensor in call.made:
             addresses |= tensor.address
         if key is None:
-            key = call.op, *[None if t is None else t.spec for t in call.inputs], *call.settings.values()
+            settings = call.settings
+            key = call.op, *[None if t is None else t.spec for t in call.inputs], *settings, *settings.values()
         if addresses & 15:
             key = key, *[0 if t is None else t.address & 15 for t in (*call.inputs, *call.made)]
         return key if call.choices is None else (key, call.choices)

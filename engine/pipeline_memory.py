@@ -13,11 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .errors import VkfoldError
 from .kernel import Kernel
@@ -27,6 +28,8 @@ from .remembered_calls import CallKind
 from .switches import cache_folder, logger
 from .vulkan_api import Device, Pipeline
 
+_DIGEST = re.compile("[0-9a-f]{32}")
+_MOST_PUSH_BYTES = 4096  # more than any kernel has
 MAX_PROGRAMS = 64  # files kept in the cache; the oldest go
 
 
@@ -61,7 +64,7 @@ NOTHING = Program([], [])
 
 def program_path(device: Device, program: str) -> Path:
     """Where the recipes of a program are kept. program: any text that tells what will be run."""
-    digest = hashlib.sha256(program.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(program.encode(errors="surrogatepass")).hexdigest()[:16]
     return cache_folder() / "programs" / f"{device.physical.driver_key}-{digest}.json"
 
 
@@ -83,10 +86,17 @@ def load_program(path: Path) -> Program:
         texts, calls = {}, []
     for key, printed in texts.items():
         note_text(key, printed)
-    kinds: tuple[Any, ...] = (str, str, int, int, (int, type(None)), tuple)
-    recipes = [r for r in recipes if all(isinstance(value, kind) for value, kind in zip(r, kinds, strict=True))]
-    recipes = [r for r in recipes if all(isinstance(value, int) and 0 <= value < 2**32 for value in r.constants)]
-    return Program(recipes, calls)
+    return Program(list(dict.fromkeys(recipe for recipe in recipes if _is_recipe(recipe))), calls)
+
+
+def _is_recipe(recipe: Recipe) -> bool:
+    if not (isinstance(recipe.digest, str) and _DIGEST.fullmatch(recipe.digest) and isinstance(recipe.name, str)):
+        return False
+    size = 0 if recipe.subgroup_size is None else recipe.subgroup_size
+    numbers = (recipe.local_size, recipe.push_bytes, size, *recipe.constants)
+    if not (recipe.name.isprintable() and all(type(number) is int and 0 <= number < 2**32 for number in numbers)):
+        return False
+    return recipe.push_bytes <= _MOST_PUSH_BYTES
 
 
 def save_program(
@@ -125,21 +135,20 @@ def checksum(content: str) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def make_pipelines(device: Device, recipes: Sequence[Recipe]) -> dict[Recipe, Pipeline]:
-    """The pipelines of recipes, made on all cores; without those that cannot be made, whose first use will say why."""
+def make_pipelines(device: Device, recipes: Sequence[Recipe], made: dict[Recipe, Pipeline]) -> None:
+    """Make the pipelines of recipes, on all cores, into `made`, each as soon as it is there: an interrupt loses none.
+    Left out are those that cannot be made; their first use will say why."""
 
-    def make(recipe: Recipe) -> Any:
+    def make(recipe: Recipe) -> None:
         spirv = spirv_of_digest(recipe.digest)
         if spirv is None:
-            return None
+            return
         try:
-            return device.create_pipeline(
+            made[recipe] = device.create_pipeline(
                 spirv, recipe.local_size, recipe.push_bytes, recipe.name, recipe.subgroup_size, recipe.constants
             )
-        except VkfoldError as error:
+        except (VkfoldError, ValueError, OverflowError) as error:  # sizes that no kernel has, from a foreign file
             logger.info("kernel %s: not made ahead: %s", recipe.name, error)
-            return None
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads:
-        made = list(threads.map(make, recipes))
-    return {recipe: pipeline for recipe, pipeline in zip(recipes, made, strict=True) if pipeline is not None}
+        list(threads.map(make, recipes))

@@ -34,7 +34,7 @@ def calls_since(engine: VulkanEngine) -> list[CallKind]:
     for (op, *rest), rule in engine.known_rules.items():
         settings, is_known = _plain(rule.settings), OPS.get(op.name) is op
         if rule.used and is_known and settings is not None:
-            specs = rest[: len(rest) - len(rule.settings)]
+            specs = rest[: len(rest) - 2 * len(rule.settings)]
             inputs = [None if spec is None else [list(spec.shape), spec.dtype] for spec in specs]
             found.append((op.name, inputs, settings))
     return found[:MAX_CALLS]
@@ -61,10 +61,14 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Settings as JSON gives them back; None where it would not."""
     plain: dict[str, Any] = {}
     for name, value in settings.items():
-        if type(value) is tuple and all(type(each) in (bool, int, float) for each in value):
+        if type(value) is tuple and all(map(_is_plain, value)):
             plain[name] = list(value)
-        elif value is None or type(value) in (bool, int, float, str):
+        elif value is None or type(value) is str or _is_plain(value):
             plain[name] = value
         else:
             return None
     return plain
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (bool, float) or (type(value) is int and abs(value) < 2**64)

@@ -23,7 +23,7 @@ from .replay_stats import ReplayStats
 from .step_stream import WRITE, Input, StepStream, encode
 from .tensor import Tensor
 from .variant_families import CHOOSERS
-from .vulkan_api import Buffer, CommandBuffer, PreparedSubmit
+from .vulkan_api import Buffer, CommandBuffer, Pipeline, PreparedSubmit
 
 _ALIGNMENT = 64  # of each piece of host data
 
@@ -231,11 +231,16 @@ class StepReplayer:
         recorder.make_ahead(remembered.recipes)
         return remembered.calls
 
-    def remember(self, program: str, stream: StepStream, calls: Sequence[CallKind]) -> None:
-        """Remember the pipelines and the kinds of calls of a recorded step for the next run of the program."""
-        used = {id(command[0]): command[0] for command in stream.commands if not isinstance(command[0], str)}
-        path, pipelines = program_path(self.recorder.device, program), self.recorder.pipelines
-        save_program(path, pipelines.recipes(used.values()), last_texts(), calls)
+    def remember(self, program: str, stream: StepStream | None, calls: Sequence[CallKind]) -> None:
+        """Remember the pipelines and the kinds of calls of a recorded step for the next run of the program.
+
+        stream: None where the step was not taken down; then all pipelines that this engine ever used.
+        """
+        pipelines = self.recorder.pipelines
+        used: list[Pipeline] = list(pipelines.by_kernel.values())
+        if stream is not None:
+            used = [command[0] for command in stream.commands if not isinstance(command[0], str)]
+        save_program(program_path(self.recorder.device, program), pipelines.recipes(used), last_texts(), calls)
 
     def placement(self) -> tuple[tuple[int, int, int], ...]:
         """Equal when the live ranges of all pools are the same."""

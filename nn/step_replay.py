@@ -129,6 +129,8 @@ class StepReplay:
         stats = self.replayer.stats
         stats.recorded += 1
         self._now = None
+        if not self._remembered:
+            start_counting(self.engine)
         reason = obstacle or self.engine.replay_obstacle()
         if not reason:
             watch = self._watch() or self._start_watch()
@@ -137,8 +139,6 @@ class StepReplay:
                 self._now.offloaded_bytes = -self.engine.offloaded_bytes
                 self._now.restored_bytes = -self.engine.restored_bytes
                 self.replayer.start()
-                if not self._remembered:
-                    start_counting(self.engine)
                 return
             reason = "a layer or the optimizer is not known to record the same ops each time (replay_supported)"
         stats.not_captured[reason] += 1
@@ -170,15 +170,14 @@ class StepReplay:
         """Everything is recorded; `results` are the tensors about to be read."""
         now = self._now
         if now is None:
+            self._remember(None)
             return
         now.names = names
         now.offloaded_bytes += self.engine.offloaded_bytes
         now.restored_bytes += self.engine.restored_bytes
         now.stream, uses = self.replayer.finish(results)
         self.engine.flush_batch()  # the device works while what follows is looked at
-        if not self._remembered:
-            self._remembered = True
-            self.replayer.remember(self._program, now.stream, calls_since(self.engine))
+        self._remember(now.stream)
         self._now = None
         reason = now.stream.obstacle
         if not reason and now.changed != now.watch.changed:
@@ -193,6 +192,13 @@ class StepReplay:
                 self._capture(now, uses)
                 return
         self._seen = [now, *self._seen[: MAX_SEEN - 1]]
+
+    def _remember(self, stream: StepStream | None) -> None:
+        """What the next run prepares. stream: of the step, where it was taken down."""
+        if not self._remembered:
+            self._remembered = True
+            self.engine.flush_batch()
+            self.replayer.remember(self._program, stream, calls_since(self.engine))
 
     def _capture(self, now: Captured, uses: Any) -> None:
         try:

@@ -65,4 +65,4 @@ def both(
 
 def check_same(engine: VulkanEngine, call: Callable[[VulkanEngine], list[np.ndarray]]) -> None:
     for one, other in zip(*both(engine, call), strict=True):
-        assert np.array_equal(one, other, equal_nan=True)
+        assert np.array_equal(one, other, equal_nan=True) and np.array_equal(np.signbit(one), np.signbit(other))

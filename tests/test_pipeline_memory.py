@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,64 @@ def test_what_is_remembered_is_not_trusted(tmp_path: Path) -> None:
         assert run(engine, GPTConfig(13, 8, 8, 2, 1, d_ff=12))[0] == 0, "another program"
 
 
+def test_foreign_recipes_are_left_out(tmp_path: Path) -> None:
+    """With a right checksum: nothing is made that no kernel has, and nothing twice."""
+    path = tmp_path / "program.json"
+    good = Recipe("0" * 32, "k", 64, 16, None)
+    for bad in (
+        good._replace(push_bytes=-4),
+        good._replace(push_bytes=2**31),
+        good._replace(local_size=-1),
+        good._replace(local_size=2**40),
+        good._replace(subgroup_size=-8),
+        good._replace(constants=(-1,)),
+        good._replace(constants=(True,)),
+        good._replace(digest="0" * 31 + "\0"),
+        good._replace(digest="../" * 10 + "00"),
+        good._replace(digest="\ud800" * 32),
+        good._replace(name="\ud800"),
+    ):
+        save_program(path, [good, bad, good], {})
+        assert load_program(path).recipes == [good], bad
+
+
+def test_an_interrupt_loses_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while they are made: those that are made belong to the engine, and the next step finds them."""
+    with VulkanEngine() as engine:
+        _, _, losses = run(engine)
+    plain, interrupts = ThreadPoolExecutor.map, [1]
+
+    def interrupted(self: ThreadPoolExecutor, *work: Any) -> Any:
+        yield from plain(self, *work)
+        if interrupts:
+            interrupts.pop()
+            raise KeyboardInterrupt
+
+    monkeypatch.setenv("VKFOLD_DEBUG", "1")
+    monkeypatch.setattr(ThreadPoolExecutor, "map", interrupted)
+    with VulkanEngine() as engine:
+        with pytest.raises(KeyboardInterrupt):
+            run(engine)
+        made = engine.device.num_pipelines_made
+        assert made > 10
+        assert run(engine) == (made, 0, losses)
+    assert engine.validation_messages == []
+
+
+def test_a_model_may_have_any_name() -> None:
+    class Model(GPTModel):
+        pass
+
+    Model.__qualname__ = "Model\ud800"  # half a character, which no file name and no encoding has
+    ones = np.ones((1, 8), int)
+    with VulkanEngine() as engine:
+        model = Model(engine, CONFIG, seed=1)
+        assert TrainingStep(model, AdamW(model))([(ones, ones)], step=0, learning_rate=1e-3).finite
+
+
 def test_old_programs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_memory, "MAX_PROGRAMS", 3)
     for number in range(6):
-        save_program(tmp_path / f"{number}.json", [Recipe(str(number), "k", 64, 16, None)], {})
+        save_program(tmp_path / f"{number}.json", [Recipe(f"{number:032}", "k", 64, 16, None)], {})
     assert len(list(tmp_path.glob("*.json"))) == 3
-    assert load_program(tmp_path / "5.json").recipes == [Recipe("5", "k", 64, 16, None)]
+    assert load_program(tmp_path / "5.json").recipes == [Recipe(f"{5:032}", "k", 64, 16, None)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from vkfold.engine import pipeline_memory
 from vkfold.engine.launcher import OpLauncher
 from vkfold.engine.op import OPS, Op
 from vkfold.engine.pipeline_memory import NOTHING, checksum, load_program, save_program
+from vkfold.engine.recorder import Recorder
 from vkfold.engine.remembered_calls import MAX_CALLS, calls_since, prepare_calls, start_counting
 from vkfold.engine.vulkan_engine import VulkanEngine
 from vkfold.nn import SGD, Adafactor, GPTConfig
@@ -30,6 +32,21 @@ SIZES = {"HEADS": [3], "BATCH": [2], "HEAD_DIM": [8], "SEQ": [9], "ELEMENTS": [1
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that nobody else knows; compiled kernels as they are."""
     monkeypatch.setattr(pipeline_memory, "cache_folder", lambda: tmp_path)
+
+
+asides: list[str] = []  # what was done in recorders of their own
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Recorder.aside
+
+    def aside(self: Recorder) -> Recorder:
+        asides.append("aside")
+        return plain(self)
+
+    asides.clear()
+    monkeypatch.setattr(Recorder, "aside", aside)
 
 
 @contextmanager
@@ -51,7 +68,7 @@ def traces(engine: VulkanEngine) -> Any:
     """All that preparing must leave as it is."""
     recorder = engine.recorder
     pools = engine.pool_stats(), engine.replayer.placement(), engine.staging_bytes()
-    return recorder.num_commands, recorder.num_submits, engine.device.num_pipelines_made, *pools
+    return len(asides), recorder.num_commands, recorder.num_submits, engine.device.num_pipelines_made, *pools
 
 
 @pytest.mark.parametrize(
@@ -145,6 +162,7 @@ BAD: list[tuple[Any, Any, Any]] = [
     ("softmax", [5], {}),
     ("softmax", [[[3, 5], "int32"]], {}),
     ("softmax", [[[3, 5], "float32"]], {"axis": 0}),
+    ("softmax", [[[3, 5], "float32"]] * 100_000, {}),
     ("dropout", [[[3, 5], "float32"]], {"p": "0.5", "site": 3}),
     ("dropout", [[[3, 5], "float32"]], {"p": [0.5], "site": {}}),
     ("matmul", [[[3, 5], "float32"], [[3, 5], "float32"], None, None, None, None], {"trans_a": False}),
@@ -154,6 +172,7 @@ BAD: list[tuple[Any, Any, Any]] = [
 
 def test_what_is_no_call_is_left_out(vulkan: VulkanEngine, tmp_path: Path) -> None:
     good = ("softmax", [[[7, 5], "float32"]], {})
+    vulkan.softmax(vulkan.tensor(np.ones((2, 5)))).numpy()  # its variants are checked, and its kernels made
     before = traces(vulkan)
     assert prepare_calls(vulkan, [*BAD, good]) == 1
     assert traces(vulkan) == before
@@ -183,6 +202,42 @@ def test_calls_of_other_sources_do_not_count(tmp_path: Path, monkeypatch: pytest
     for other in ("", "0" * 32):
         monkeypatch.setattr(pipeline_memory, "SOURCES", other)
         assert load_program(tmp_path / "same").calls == []
+
+
+def test_variants_without_a_record_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step then, on the device, as its calls would."""
+    monkeypatch.setenv("VKFOLD_CACHE_DIR", str(tmp_path))  # keeps what is compiled, too
+    results = []
+    for _ in range(2):
+        shutil.rmtree(tmp_path / "tuning", ignore_errors=True)
+        with VulkanEngine() as engine:
+            run = Run(engine)
+            made = len(asides)
+            run.steps(2)
+            results.append((run.results, [array.tobytes() for array in run.state().values()], made, len(asides)))
+            asides.clear()
+    assert results[0][:2] == results[1][:2]
+    assert results[0][2] == 0 < results[0][3], "the first run checks in its first step"
+    assert results[1][2] == results[1][3] > 0, "the second before"
+
+
+@pytest.mark.parametrize(("name", "value"), [("VKFOLD_REPLAY", "0"), ("VKFOLD_DEBUG", "2")])
+def test_a_run_that_replays_nothing_is_remembered(
+    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    made, results = [], []
+    for _ in range(2):
+        with VulkanEngine() as engine:
+            run = Run(engine)
+            made.append(engine.device.num_pipelines_made)
+            run.steps(2)
+            made.append(engine.device.num_pipelines_made)
+            results.append(run.results)
+        (file,) = (tmp_path / "programs").iterdir()
+        assert len(load_program(file).calls) > 10
+    assert results[0] == results[1]
+    assert made[1] - made[0] > 10 and made[2] - made[0] > 10 and made[3] == made[2]
 
 
 @pytest.mark.parametrize(("name", "value"), [("VKFOLD_FUSION", "0"), ("VKFOLD_DEBUG", "2")])
