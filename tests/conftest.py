@@ -11,6 +11,7 @@ import pytest
 from fusion_checks import fuse_everything
 from small_run import SMALL, TEXT
 
+from vkfold.engine import vulkan_engine
 from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.step_parameters import StepParameters
 from vkfold.engine.vulkan_engine import VulkanEngine
@@ -103,7 +104,7 @@ def deviceless(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("deviceless"):
         assert "vulkan" not in request.fixturenames
         patch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
-        patch.setattr(VulkanEngine, "__init__", lambda *_, **__: pytest.fail("marked as deviceless"))
+        patch.setattr(vulkan_engine, "Instance", lambda *_, **__: pytest.fail("marked as deviceless"))
 
 
 @pytest.fixture(autouse=True)

@@ -293,35 +293,35 @@ def test_a_wrong_variant_is_barred_and_the_next_best_taken(
 ) -> None:
     """Before it computes anything anybody sees; for good; it cannot be forced, and other kernels are not barred."""
     with forced_variant("rows1", "attention"):
-        expected = attention(untuned, 33, 16)
+        expected = attention(untuned, 33, 8)
     chooser = BlockFoldChooser.of(untuned.recorder)
-    call = next(call for call in attention_calls(1, 4, 33, 16, 2) if call.fold.name == wrong)
+    call = next(call for call in attention_calls(1, 4, 33, 8, 2) if call.fold.name == wrong)
     chooser.table.note_times(call.key, {"rows2": 1.0, "rows4": 3.0, "rows1": 2.0})
-    assert equal(attention(untuned, 33, 16), expected)
+    assert equal(attention(untuned, 33, 8), expected)
     barred = min(chooser.table.barred)
     assert set(chooser.table.barred) == {barred, *[f"{barred}_pairs"] * untuned.recorder.in_words}
-    assert barred == f"{wrong}_16_{device_tile(chooser.device, 2).name}"
+    assert barred == f"{wrong}_8_{device_tile(chooser.device, 2).name}"
     assert f"block_fold variant {barred} is barred on this device" in caplog.text
     assert "words differ from rows1, the first at " in caplog.text
     assert chooser.choose(call).name == "rows1"
     assert "rows2" not in tune_block_fold(untuned.recorder, call, rounds=1).seconds
     with forced_variant("rows2", wrong), pytest.raises(VkfoldError, match="rows2 is forced and barred"):
-        attention(untuned, 33, 16)
+        attention(untuned, 33, 8)
     with VulkanEngine() as second:
         assert BlockFoldChooser.of(second.recorder).choose(call).name != "rows2"
-        assert equal(attention(second, 33, 16), expected)
+        assert equal(attention(second, 33, 8), expected)
 
 
 def test_each_kernel_is_checked_once(untuned: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the life of the table, not of the process; the base variant is not compared with itself."""
     with forced_variant("rows2", "attention"):
-        attention(untuned, 70, 16)
+        attention(untuned, 70, 8)
     with VulkanEngine() as second, forced_variant("rows2", "attention"):
         table = BlockFoldChooser.of(second.recorder).table
         assert len(table.checked) == 3 and not any("_r1" in name for name in table.checked)
         monkeypatch.setattr(table, "note_checked", lambda kernel: pytest.fail(f"{kernel} was checked again"))
-        attention(second, 70, 16)
-        attention(second, 90, 16, window=3)
+        attention(second, 70, 8)
+        attention(second, 90, 8, window=3)
 
 
 def test_wrong_pairs_are_read_one_by_one(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,14 @@ LEGS = [
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_a_run_goes_through_every_mode(tmp_path: Path, optimizer: str) -> None:
+def test_a_run_goes_through_every_mode(tmp_path: Path, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All legs on one engine, so that kernels are made once; test_text_train.py has the ones with engines anew."""
+    with VulkanEngine() as engine:
+        monkeypatch.setattr(text_train, "make_engine", lambda name, device: nullcontext(engine))
+        check_every_mode(tmp_path, optimizer)
+
+
+def check_every_mode(tmp_path: Path, optimizer: str) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} green bottles hanging on the wall\n" for n in range(40)), encoding="utf-8")
     straight, parts = tmp_path / "straight", tmp_path / "parts"

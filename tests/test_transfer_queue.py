@@ -77,6 +77,7 @@ def one_queue() -> list[dict[str, np.ndarray]]:
 
 
 # -- the same bytes --------------------------------------------------------------------------------------------------
+@pytest.mark.deviceless
 @pytest.mark.parametrize("mode", range(len(MODES)))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_order_gives_the_bytes_of_one_queue(one_queue: list[Any], policy: str, mode: int) -> None:
