@@ -235,15 +235,52 @@ def test_one_driver_for_all(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--only", "sorting"], "'sorting' is no work"),
+        (["--only", "matmul 100000x100000x100000"], "matmul 100000x100000x100000 needs at least 440,000,000,000 bytes"),
+        (["--only", "attention 1x1x9999999x8 f+b"], "68,719,476,736 are available: choose a smaller size"),
+        (["--only", "matmul 99999999999999999999"], "is no work"),
         (["--rounds", "0"], "--rounds 0: at least 1"),
+        *((["--seconds", value], f"--seconds {value}: it must be a finite") for value in ("0", "-5", "nan", "inf")),
+        *((["--timeout", value], f"--timeout {value}: it must be a number") for value in ("0", "-1", "nan", "inf")),
         (["--driver", "nowhere.json"], "nowhere.json is no Vulkan ICD file"),
         (["--json", "no/such/folder/rows.json"], "its folder does not exist"),
+        (["--json", "."], "--json . is a folder: name a file in it, such as rows.json"),
+        (["--json", "x" * 300], "cannot be written: File name too long"),
     ],
 )
-def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2 and a message, before anything is installed."""
+def test_bad_input(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2 and a message, before anything is installed or started."""
+    monkeypatch.setattr(suite, "available_bytes", lambda: 64 * 2**30)
+    monkeypatch.delattr(suite, "Comparison")
     assert suite.main(arguments) == 2
-    assert message in capsys.readouterr().err
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_that_rows_can_be_written_to(tmp_path: Path) -> None:
+    """Looking leaves no file behind and changes none."""
+    file = tmp_path / "rows.json"
+    suite.check_writable(file)
+    assert not file.exists()
+    file.write_text("[]")
+    suite.check_writable(file)
+    assert file.read_text() == "[]"
+
+
+def test_a_disk_that_fills_up_costs_the_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tables are printed all the same; the exit code and a line tell."""
+    icd = tmp_path / "some.json"
+    icd.write_text('{"ICD": {"library_path": "libsome.so"}}')
+    file = Path("/dev/full")
+    if not file.exists():
+        pytest.skip("no device that is always full")
+    arguments = ["--json", str(file), "--library", "numpy", "--only", "matmul 8", "--driver", str(icd), "--rounds", "1"]
+    assert suite.main(arguments) == 2
+    told = capsys.readouterr()
+    assert "matmul 8" in told.out and "numpy" in told.out
+    assert "--json /dev/full could not be written: No space left on device" in told.err
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:

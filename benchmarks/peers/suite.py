@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vkfold.engine.errors import VkfoldError
+from vkfold.engine.host_memory import available_bytes
 
 
 def chosen_works(only: list[str]) -> list[works.Work]:
@@ -39,6 +42,56 @@ def chosen_works(only: list[str]) -> list[works.Work]:
                 raise
         names |= dict.fromkeys(found)
     return [works.work_named(name) for name in names]
+
+
+def check_fits(work: works.Work) -> None:
+    """Raises ValueError for a work whose operands and float64 results this machine's RAM cannot hold."""
+    if not isinstance(work, works.Matmul | works.Attention):
+        return
+    needed, available = work.least_bytes, available_bytes()
+    if needed > available:
+        raise ValueError(
+            f"{work.name} needs at least {needed:,} bytes of RAM (operands, and results in float64 to compare with); "
+            f"{available:,} are available: choose a smaller size"
+        )
+
+
+def check_limits(limits: Limits) -> None:
+    """Raises ValueError, with the option's name, for numbers that bound nothing."""
+    if limits.rounds < 1:
+        raise ValueError(f"--rounds {limits.rounds}: at least 1 is needed")
+    if not 0 < limits.seconds < math.inf:
+        raise ValueError(f"--seconds {limits.seconds:g}: it must be a finite number above 0")
+    if not 0 < limits.timeout <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"--timeout {limits.timeout:g}: it must be a number of seconds above 0, at most {threading.TIMEOUT_MAX:.0f}"
+        )
+
+
+def check_writable(path: Path) -> None:
+    """Raises ValueError when no rows can be written to this file; one that is not there yet is not left behind."""
+    try:
+        if path.is_dir():
+            raise ValueError(f"--json {path} is a folder: name a file in it, such as {path / 'rows.json'}")
+        if not path.absolute().parent.is_dir():
+            raise ValueError(f"--json {path}: its folder does not exist")
+        is_new = not path.exists()
+        if is_new or path.is_file():  # a pipe or a device may tell its reader that this was all
+            with path.open("a"):
+                pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"--json {path} cannot be written: {error.strerror}") from None
+
+
+def write_rows(path: Path, rows: list[Row]) -> str:
+    """Write them all; what went wrong, or "". A full disk shall not cost the rest of the run."""
+    try:
+        path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        return f"--json {path} could not be written: {error.strerror}"
+    return ""
 
 
 def significant(value: float | None, digits: int = 3) -> str:
@@ -104,7 +157,9 @@ def parser() -> argparse.ArgumentParser:
         "--driver", metavar="ICD", help="ICD file of the Vulkan driver (default: that of vkfold's device)"
     )
     made.add_argument("--rounds", type=int, default=Limits.rounds, help="rounds over all libraries")
-    made.add_argument("--seconds", type=float, default=Limits.seconds, help="of one library at one work, about")
+    made.add_argument(
+        "--seconds", type=float, default=Limits.seconds, help="of timed work of one library at a work, about"
+    )
     made.add_argument("--timeout", type=float, default=Limits.timeout, help="seconds for any one answer of a library")
     made.add_argument("--list", action="store_true", help="name works and libraries, and stop")
     return made
@@ -122,7 +177,7 @@ def list_all(console: Console) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0, or 2 for bad input; a library that fails is a row, not an error."""
+    """0, or 2 for bad input and rows that could not be written; a library that fails is a row, not an error."""
     options = parser().parse_args(arguments)
     console, notes = Console(), Console(stderr=True)
     if not console.is_terminal:
@@ -131,14 +186,15 @@ def main(arguments: list[str] | None = None) -> int:
         list_all(console)
         return 0
     try:
-        if options.rounds < 1:
-            raise ValueError(f"--rounds {options.rounds}: at least 1 is needed")
-        if options.json is not None and not options.json.absolute().parent.is_dir():
-            raise ValueError(f"--json {options.json}: its folder does not exist")
+        limits = Limits(options.rounds, options.seconds, options.timeout)
+        check_limits(limits)
+        if options.json is not None:
+            check_writable(options.json)
         chosen = chosen_works(options.only)
+        for work in chosen:
+            check_fits(work)
         driver = choose_driver(options.driver)
         libraries = [name for name in PEERS if not options.library or name in options.library]
-        limits = Limits(options.rounds, options.seconds, options.timeout)
 
         def say(text: str) -> None:
             notes.print(text, highlight=False, markup=False)
@@ -146,10 +202,11 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"driver: {driver.icd}")
         comparison = Comparison(libraries, driver, limits, say)
         rows: list[dict[str, Any]] = []
+        unwritten = ""
         for row in comparison.run(chosen):
             rows.append(row)
             if options.json is not None:  # what is there is kept if the run is interrupted
-                options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+                unwritten = write_rows(options.json, rows)
     except (ValueError, VkfoldError) as error:
         notes.print(str(error), style="bold red", highlight=False, markup=False)
         return 2
@@ -159,7 +216,9 @@ def main(arguments: list[str] | None = None) -> int:
     goals = goals_table(rows)
     if goals.row_count:
         console.print(goals)
-    return 0
+    if unwritten:
+        notes.print(unwritten, style="bold red", highlight=False, markup=False)
+    return 2 if unwritten else 0
 
 
 if __name__ == "__main__":

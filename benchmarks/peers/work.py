@@ -55,6 +55,12 @@ class Matmul:
         """Multiplications and additions."""
         return 2.0 * self.m * self.k * self.n
 
+    @property
+    def least_bytes(self) -> int:
+        """Of RAM, at least: the operands, the same and the result in float64, and a library's own of each."""
+        operands, result = self.m * self.k + self.k * self.n, self.m * self.n
+        return 16 * operands + 12 * result
+
     def inputs(self) -> tuple[np.ndarray, np.ndarray]:
         """A [m, k] ([k, m] with trans_a) and B [k, n] ([n, k] with trans_b), normal(0, 1)."""
         rng = np.random.default_rng(1)
@@ -77,6 +83,13 @@ class Attention:
     heads: int
     seq: int
     head_dim: int
+
+    @property
+    def least_bytes(self) -> int:
+        """Of RAM, at least: four operands, the same and four results in float64, a library's own of each; and four
+        float64 matrices of scores and their gradients."""
+        rows = self.batch * self.heads * self.seq
+        return 4 * rows * self.head_dim * (4 + 8 + 8 + 4 + 4) + 4 * rows * self.seq * 8
 
     def inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """q, k, v and the gradient of the output, each [batch, heads, seq, head_dim], normal(0, 1)."""
@@ -229,11 +242,11 @@ def work_named(name: str) -> Work:
         return LmStep()
     if name == "mlp step":
         return MlpStep()
-    if found := re.fullmatch(r"matmul (\d+)(?:x(\d+)x(\d+))?(?: ([NT])([NT]))?", name):
+    if found := re.fullmatch(r"matmul (\d{1,18})(?:x(\d{1,18})x(\d{1,18}))?(?: ([NT])([NT]))?", name):
         m, k, n = (int(found[i] or found[1]) for i in (1, 2, 3))
         if min(m, k, n) > 0:
             return Matmul(name, m, k, n, found[4] == "T", found[5] == "T")
-    if found := re.fullmatch(r"attention (\d+)x(\d+)x(\d+)x(\d+) f\+b", name):
+    if found := re.fullmatch(r"attention (\d{1,18})x(\d{1,18})x(\d{1,18})x(\d{1,18}) f\+b", name):
         sizes = [int(size) for size in found.groups()]
         if min(sizes) > 0:
             return Attention(name, *sizes)
