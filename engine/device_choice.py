@@ -11,6 +11,7 @@ from .switches import logger
 
 _RANK = {"discrete": 0, "integrated": 1, "virtual": 2, "other": 3, "cpu": 4}
 _UUID = re.compile(r"[0-9a-f]{32}")
+_LEAST_DIGITS = 3  # of a number that names a device: fewer are an index that is none, and versions have them too
 _warned_cpu = False
 
 DRIVER_HINT = (
@@ -37,7 +38,8 @@ def choose_device(devices: Sequence[PhysicalDevice], wanted: str | int | None = 
     """The device to use.
 
     wanted: None for the best (discrete, integrated, virtual, CPU; of equals the first; the software driver with a
-    warning, once a process), or an index of the loader's list, part of a name (any case), or a UUID.
+    warning, once a process), or an index of the loader's list, part of a name (any case), or a UUID. Digits are an
+    index; where there is no such index, three or more of them name a device if they are a word of its name ("4090").
 
     Raises VulkanUnavailableError when no device fits, naming what each lacks, and BadInputError, listing what there
     is, for a `wanted` that matches none.
@@ -69,14 +71,18 @@ def _rank(device: PhysicalDevice) -> int:
 
 
 def _named(devices: Sequence[PhysicalDevice], wanted: str) -> PhysicalDevice:
-    if wanted.isdecimal():
-        for device in devices:
-            if device.index == int(wanted):
-                return device
     text = wanted.lower()
     uuid = text.replace("-", "")
+    is_number = wanted.isascii() and wanted.isdigit()
+    if is_number:
+        for device in devices:
+            if str(device.index) == (wanted.lstrip("0") or "0"):
+                return device
     if _UUID.fullmatch(uuid):
         matches = [device for device in devices if device.uuid == uuid]
+    elif is_number:
+        enough = len(wanted) >= _LEAST_DIGITS
+        matches = [device for device in devices if enough and wanted in re.split(r"[^0-9a-z.]+", device.name.lower())]
     else:
         matches = [device for device in devices if text in device.name.lower()]
     if matches:

@@ -1,4 +1,4 @@
-"""Choosing a device, with plain data (CASES row 5): no driver takes part."""
+"""Choosing a device, with plain data: no driver takes part."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_one_uuid_counts_once_and_no_uuid_is_no_uuid() -> None:
         ("uhd", INTEGRATED),
         ("RADEON", DISCRETE),
         ("rx 7900", SECOND),
-        ("7900", SECOND),  # digits that are no index are part of a name
+        ("7900", SECOND),  # digits that are no index are a word of a name
+        ("001", INTEGRATED),
         ("4" * 32, SECOND),
         ("6D657361-0000-0000-0000-000000000000", CPU),
         ("", DISCRETE),
@@ -76,12 +77,20 @@ def test_choice_by_index_name_or_uuid(wanted: str | int | None, device: Physical
     assert choose_device([CPU, INTEGRATED, DISCRETE, SECOND], wanted) is device
 
 
-@pytest.mark.parametrize("wanted", ["9", 9, "geforce", "f" * 32, -1])
+@pytest.mark.parametrize("wanted", ["9", 9, "geforce", "f" * 32, -1, "15", "680", "800", "\u0663", "1" * 5000])
 def test_a_wrong_choice_lists_what_there_is(wanted: str | int) -> None:
     with pytest.raises(BadInputError) as caught:
         choose_device([CPU, DISCRETE], wanted)
     for part in (str(wanted), CPU.name, CPU.uuid, "[0]", DISCRETE.name, DISCRETE.uuid, "[2]"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("wanted", ["5", 5, "15", "6", "56"])
+def test_digits_of_a_version_are_no_device(wanted: str | int) -> None:
+    """The name of a software driver has those of its compiler and its vectors."""
+    device = PhysicalDevice(0, "llvmpipe (LLVM 15.0.6, 256 bits)", "cpu", uuid="5" * 32)
+    with pytest.raises(BadInputError, match=rf"no Vulkan device matches '{wanted}' as index, name or UUID"):
+        choose_device([device], wanted)
 
 
 def test_no_device_says_what_to_install() -> None:
