@@ -25,10 +25,11 @@ from typing import Any
 
 import numpy as np
 
+from .description_checks import mistyped, require_mapping, require_name, require_sequence
 from .expr import RANDOM, Expr, checked_name, variable
 from .expr_numpy import evaluate
 from .expr_walk import named, topological
-from .fold import State, Walk
+from .fold import Walk
 from .kernel import SHADER_DIR, is_own_shader
 from .kernel_text import freeze
 
@@ -90,6 +91,11 @@ class SeenRows:
     def __post_init__(self) -> None:
         if not is_own_shader(self.shader):
             raise ValueError(f"seen: {self.shader!r} is no file of {SHADER_DIR}: give the name of one that lies there")
+        require_sequence("seen", "tensors", self.tensors, "['key_lengths']", str)
+        require_mapping("seen", "defines", self.defines)
+        for name, number in self.defines.items():
+            if not isinstance(name, str) or not isinstance(number, (int, np.integer)):
+                raise mistyped("seen", f"define {name}", number, "a whole number by name, such as {'KEYS_HELD': 0}")
         freeze(self)
 
 
@@ -173,27 +179,16 @@ class BlockFold:
         freeze(self)
 
     def _check_types(self) -> None:
-        if not isinstance(self.name, str):
-            raise TypeError(f"block fold: name is {self.name!r}, needed is a str, such as 'my_fold'")
-        if not (self.name.isidentifier() and self.name.isascii()):
-            raise ValueError(
-                f"block fold: name is {self.name!r}, and kernels are called by it: use ASCII letters, digits and "
-                "underscores, no digit first"
-            )
-        lists = {"held": self.held, "streamed": self.streamed, "scalars": self.scalars, "sums": self.sums}
-        for what, value in lists.items():
-            if isinstance(value, str) or not isinstance(value, Sequence):
-                self._mistyped(what, value, "a list, such as " + ("[RowSum(...)]" if what == "sums" else "['q']"))
-        named_things = ("products", "rows", "values", "numbers", "absent", "dots", "positions", "start", "strides")
-        for what in named_things:
-            if not isinstance(getattr(self, what), Mapping):
-                self._mistyped(what, getattr(self, what), "a dict by name")
+        require_name("block fold", self.name)
+        owner = f"block fold {self.name!r}"
+        for what in ("held", "streamed", "scalars"):
+            require_sequence(owner, what, getattr(self, what), "['q']")
+        require_sequence(owner, "sums", self.sums, "[RowSum(...)]", RowSum)
+        for what in ("products", "rows", "values", "numbers", "absent", "dots", "positions", "start", "strides"):
+            require_mapping(owner, what, getattr(self, what))
         if not isinstance(self.walk, Walk):
             self._mistyped("walk", self.walk, "a Walk(states, results) of engine/fold.py")
-        parts = [("sums", one, RowSum) for one in self.sums] + [("walk.states", one, State) for one in self.walk.states]
-        for what, part, kind in parts:
-            if not isinstance(part, kind):
-                self._mistyped(f"one of {what}", part, f"a {kind.__name__}(...)")
+        self.walk.check_types(owner)
         for row_sum in self.sums:
             if row_sum.aligned is not None and not isinstance(row_sum.aligned, Expr):
                 self._mistyped(f"aligned of {row_sum.name}", row_sum.aligned, "an expression, the sum * a factor")
@@ -254,16 +249,17 @@ class BlockFold:
                 self._refuse(f"{name} is of {a!r} and {b!r}, needed are two held rows")
         for what, kinds in ((self.numbers, NUMBER_KINDS), (self.positions, POSITION_KINDS)):
             for name, kind in what.items():
-                if kind not in kinds:
+                if kind not in list(kinds):
                     self._refuse(f"{name} is {kind!r}, not one of {', '.join(kinds)}")
         if set(self.absent) - set(self.numbers) or len(self.absent) > MOST_OPTIONAL:
-            self._refuse(f"absent is of {', '.join(self.absent)}: at most {MOST_OPTIONAL} numbers may be left out")
+            given = ", ".join(map(str, self.absent))
+            self._refuse(f"absent is of {given}: at most {MOST_OPTIONAL} numbers may be left out")
 
     def _refuse(self, what: str) -> None:
         raise ValueError(f"block fold {self.name!r}: {what}")
 
     def _mistyped(self, what: str, value: Any, needed: str) -> None:
-        raise TypeError(f"block fold {self.name!r}: {what} is {value!r}, needed is {needed}")
+        raise mistyped(f"block fold {self.name!r}", what, value, needed)
 
     def _check_aligned(self, what: str, root: Expr, maxima: set[str], more: Collection[str] = ()) -> None:
         """What brings a sum to new maxima: without one it would depend on how streamed rows are cut into blocks."""

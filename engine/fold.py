@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from .description_checks import mistyped, require_mapping, require_name, require_sequence
 from .expr import RANDOM, Expr, checked_name, constant, equal, exp, variable, where
 from .expr_numpy import evaluate
 from .expr_walk import named, topological
@@ -69,6 +70,11 @@ class Walk:
     def __post_init__(self) -> None:
         freeze(self)
 
+    def check_types(self, owner: str) -> None:
+        """Raises TypeError for states that are no list of them, and results that are no mapping."""
+        require_sequence(owner, "walk.states", self.states, "[State(...)]", State)
+        require_mapping(owner, "walk.results", self.results)
+
 
 @dataclass(frozen=True, eq=False)
 class FoldSpec:
@@ -80,8 +86,9 @@ class FoldSpec:
     of a call, "float eps, int last". Expressions also know the variable `cols` and the wholes `num_cols` and `column`.
 
     A name stands for one thing: one input, scalar, pick, state or result. Outputs may be called like picks, states and
-    results. Raises ValueError for other names, and for an expression of something that is not known where it stands.
-    What is given is copied: its kernels may be printed long after.
+    results. Raises ValueError for other names, and for an expression of something that is not known where it stands;
+    TypeError for what is no str, no mapping, no list where one is needed. What is given is copied: its kernels may be
+    printed long after.
     """
 
     name: str
@@ -94,6 +101,7 @@ class FoldSpec:
     scalars: str = ""
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_inputs()
         self._check_names()
         of_row = {"cols", "num_cols", *self.scalar_kinds, *self.of_kind("value", "whole", "step")}
@@ -131,9 +139,23 @@ class FoldSpec:
     def _refuse(self, what: str) -> None:
         raise ValueError(f"fold {self.name!r}: {what}")
 
+    def _check_types(self) -> None:
+        require_name("fold", self.name)
+        owner = f"fold {self.name!r}"
+        for what in ("inputs", "elements", "values", "picks"):
+            require_mapping(owner, what, getattr(self, what))
+        require_sequence(owner, "walks", self.walks, "[Walk(...)]", Walk)
+        for walk in self.walks:
+            walk.check_types(owner)
+        for name, pick in self.picks.items():
+            if isinstance(pick, str) or not isinstance(pick, Sequence) or len(pick) != 2:
+                raise mistyped(owner, f"pick {name}", pick, "a row input's name and a whole number, such as ('x', at)")
+        if not isinstance(self.scalars, str):
+            raise mistyped(owner, "scalars", self.scalars, "a str of types and names, such as 'float eps, int last'")
+
     def _check_inputs(self) -> None:
         for name, kind in self.inputs.items():
-            if kind not in INPUT_KINDS:
+            if kind not in list(INPUT_KINDS):
                 self._refuse(f"input {name} is {kind!r}, not one of {', '.join(INPUT_KINDS)}")
             if kind == "step" and name not in _STEP_FIELDS:
                 self._refuse(f"{name} is no step parameter: those are {', '.join(_STEP_FIELDS)}")

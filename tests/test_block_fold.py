@@ -12,7 +12,7 @@ from op_checks import EPS32, check_op
 from vkfold.engine.attention_folds import attention_d_kv, attention_d_q, attention_forward
 from vkfold.engine.attention_masks import KEYS_OF_QUERIES, QUERIES_OF_KEYS, seen_pairs
 from vkfold.engine.attention_scores import alibi, softcap
-from vkfold.engine.block_fold import BlockFold, RowSum
+from vkfold.engine.block_fold import BlockFold, RowSum, SeenRows
 from vkfold.engine.block_fold_glsl import LOOPS, Tile, block_fold_glsl
 from vkfold.engine.compute_engine import ComputeEngine
 from vkfold.engine.cpu_engine import CpuEngine
@@ -408,11 +408,26 @@ def test_descriptions_of_the_wrong_type() -> None:
         ({"held": "q"}, "held is 'q', needed is a list"),
         ({"streamed": "k"}, "streamed is 'k', needed is a list"),
         ({"unseen": True}, "unseen is True, needed is an expression"),
+        ({"walk": Walk(5)}, "walk.states is 5, needed is a list"),  # type: ignore[arg-type]
+        ({"walk": Walk([], ["r"])}, "walk.results is .*'r'.*, needed is a dict"),  # type: ignore[arg-type]
     ]:
         with pytest.raises(TypeError, match=message):
             spec_with(**change)
     with pytest.raises(ValueError, match=r"products: qk is .*, needed are the names of two rows"):
         spec_with(products={"qk": ("q", "k", "k")})
+    for change in ({"numbers": {"n": ["held"]}}, {"positions": {"n": ["held"]}}):
+        with pytest.raises(ValueError, match=r"n is \['held'\], not one of held, streamed"):
+            spec_with(**change)
+    with pytest.raises(ValueError, match="absent is of 5: at most 4 numbers"):
+        spec_with(absent={5: 1.0})
+    for change, message in [
+        ({"tensors": "key_lengths"}, "seen: tensors is 'key_lengths', needed is a list, such as"),
+        ({"tensors": [5]}, "seen: one of tensors is 5, needed is a str"),
+        ({"defines": ["A"]}, "seen: defines is .*'A'.*, needed is a dict by name"),
+        ({"defines": {"A": "x"}}, "seen: define A is 'x', needed is a whole number by name"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            SeenRows("attention_masks.glsl", **change)  # type: ignore[arg-type]
     one: dict[str, Any] = {"held": ["q"], "streamed": ["k"], "products": {"qk": ("q", "k")}}
     with pytest.raises(TypeError, match="name is 5, needed is a str"):
         BlockFold(5, **one)  # type: ignore[arg-type]

@@ -282,3 +282,35 @@ def test_unknown_names_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             make()
+
+
+def test_descriptions_of_the_wrong_type() -> None:
+    """Said with what is needed, where the fold is described."""
+    good: dict[str, Any] = {"name": "k", "inputs": {"x": "row"}, "elements": {"y": X}}
+    total = State("s", "sum", X)
+    for change, message in [
+        ({"name": 5}, "fold: name is 5, needed is a str, such as 'my_fold'"),
+        ({"scalars": ["a"]}, r"fold 'k': scalars is \['a'\], needed is a str of types and names, such as 'float eps"),
+        ({"scalars": None}, "scalars is None, needed is a str"),
+        ({"scalars": b"float a"}, "scalars is b'float a', needed is a str"),
+        ({"inputs": ["x"]}, r"inputs is \['x'\], needed is a dict by name"),
+        ({"elements": X}, "elements is x, needed is a dict by name"),
+        ({"values": "v"}, "values is 'v', needed is a dict by name"),
+        ({"picks": ["p"]}, r"picks is \['p'\], needed is a dict by name"),
+        ({"picks": {"p": "xy"}}, "pick p is 'xy', needed is a row input's name and a whole number"),
+        ({"picks": {"p": ("x",)}}, "pick p is .*, needed is a row input's name and a whole number"),
+        ({"walks": Walk([total])}, r"walks is .*, needed is a list, such as \[Walk"),
+        ({"walks": [total]}, r"one of walks is .*, needed is a Walk\(\.\.\.\)"),
+        ({"walks": [Walk(total)]}, "walk.states is .*, needed is a list"),  # type: ignore[arg-type]
+        ({"walks": [Walk([X])]}, "one of walk.states is x, needed is a State"),  # type: ignore[list-item]
+        ({"walks": [Walk([total], ["r"])]}, "walk.results is .*, needed is a dict"),  # type: ignore[arg-type]
+    ]:
+        with pytest.raises(TypeError, match=message):
+            FoldSpec(**good | change)
+    for name in ("", "a b", "../x"):
+        with pytest.raises(ValueError, match=r"name is .* use ASCII letters"):
+            FoldSpec(**good | {"name": name})
+    with pytest.raises(ValueError, match=r"input x is \['row'\], not one of row, column"):
+        FoldSpec(**good | {"inputs": {"x": ["row"]}})
+    with pytest.raises(ValueError, match="5 cannot name a variable"):
+        FoldSpec(**good | {"elements": {5: X}})
