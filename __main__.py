@@ -1,7 +1,7 @@
 """`python -m vkfold`: the devices there are, what is used of them, the folders of caches, the switches that are set.
 
 `python -m vkfold kernels` lists the kernels instead (tools/kernels.py), `python -m vkfold tune` measures the variants
-of matmul (tools/tune.py). Installed, the same program is called `vkfold`.
+of all families of kernels that have some (tools/tune.py). Installed, the same program is called `vkfold`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _USED = ("bufferDeviceAddress", "subgroupSizeControl", "computeFullSubgroups", "
 
 _HELP = """vkfold                     what devices, compiler and caches there are, and what would be missing
 vkfold kernels [WORD ...]  the kernels of ops, or those whose op or name has any of the words
-vkfold tune ...            measure the variants of matmul on this device (vkfold tune --help)"""
+vkfold tune ...            measure on this device the variants of all kernels that have some (vkfold tune --help)"""
 
 
 def main(arguments: Sequence[str] = ()) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,17 @@ def test_files_stay_small(pattern: str) -> None:
         p.relative_to(ROOT).as_posix(): n for p in tracked(pattern) if (n := len(p.read_text().splitlines())) > LONGEST
     }
     assert not long, long
+
+
+def test_the_map_of_the_engine_names_every_file() -> None:
+    """The table of docs/architecture.md: a file matches a pattern of it, and a pattern matches a file."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Which file of engine/")[1]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
+    patterns = re.findall(r"`([^`]+)`", " ".join(rows))
+    files = [path.name for path in tracked("engine/*.py") if path.parent.name == "engine"]
+    assert len(files) > 50
+    assert not [name for name in files if name != "__init__.py" and not any(fnmatch(name, p) for p in patterns)]
+    assert not [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in files)]
 
 
 def test_no_registry_host_names() -> None:

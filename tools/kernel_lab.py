@@ -37,8 +37,9 @@ from .lab_subject import STEP, Subject
 from .options import POSITIVE, option, parse_options
 
 DESCRIPTION = """Check one op at one shape against float64, and measure it: `kernel_lab matmul 512x512x512`,
-`kernel_lab rms_norm 4096x512`, `kernel_lab attention 1x8(2)x512x64` (8 heads of queries, 2 of keys and values). Ops
-that have variants are measured with every one of them, whose results must be equal to the bit."""
+`kernel_lab rms_norm 4096x512`, `kernel_lab attention 1x8(2)x512x64` (8 heads of queries, 2 of keys and values). A
+product of [M, K] and [K, N] is MxNxK here and in `vkfold tune`; `./run bench` writes MxKxN. Ops that have variants are
+measured with every one of them, whose results must be equal to the bit."""
 
 SMALLEST = 2.0**-149  # of float32
 

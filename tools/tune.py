@@ -41,8 +41,8 @@ class TuneConfig(RunConfig):
     shapes: str | None = option(
         str,
         None,
-        "instead of a model's: products [BATCHx]MxNxK[:NN|NT|TN|TT] and causal attention:BATCHxHEADS[/KV_HEADS]xSEQx"
-        "HEAD_DIM, several with commas",
+        "instead of a model's: products [BATCHx]MxNxK[:NN|NT|TN|TT] (of [M, K] and [K, N]; ./run bench writes MxKxN) "
+        "and causal attention:BATCHxHEADS[/KV_HEADS]xSEQxHEAD_DIM, several with commas",
         group=TUNE,
     )
     rounds: int = option(int, 5, "measurements of each variant, in turns; the least counts", group=TUNE, rule=POSITIVE)

@@ -4,6 +4,8 @@ machine's yardstick. Each library gets a virtual environment at first use (the f
     ./run bench                              every work, every library
     ./run bench --only matmul --json FILE    works whose name holds "matmul"; rows also to FILE
     ./run bench --driver /path/to/icd.json   on this Vulkan driver
+
+A product of [M, K] and [K, N] is called MxKxN here; kernel_lab and `vkfold tune --shapes` write MxNxK.
 """
 
 from __future__ import annotations
@@ -170,6 +172,7 @@ def list_all(console: Console) -> None:
     console.print("works (any size goes: matmul MxKxN [NN|NT|TN|TT], attention BxHxSxD f+b):")
     for name in works.DEFAULT:
         console.print(f"  {name}", highlight=False)
+    console.print("products are MxKxN here, MxNxK for kernel_lab and `vkfold tune --shapes`", highlight=False)
     console.print("libraries:")
     for peer in PEERS.values():
         what = ", ".join(peer.requirements) or "this environment"
