@@ -78,7 +78,7 @@ class Side(NamedTuple):
 
 
 def join(first: Call, last: Call) -> Call | None:
-    """One call that does what two do, or None where that cannot be: nothing in common, aliases that do not line up."""
+    """One call that does what two do, or None: nothing in common, aliases that do not line up, no bytes saved."""
     ours = [t for t in (*first.inputs, *first.outputs) if t is not None]
     tensors = [*ours, *(t for t in (*last.inputs, *last.outputs) if t is not None)]
     numbers: dict[Range, int] = {}
@@ -91,7 +91,9 @@ def join(first: Call, last: Call) -> Call | None:
             return None
         end = stop
     dead = tuple([first.is_dead(i) for i in range(first.num_outputs)])
-    key = first.identity, last.identity, pattern, dead, zeros_of(first.settings), zeros_of(last.settings)
+    key: tuple[Any, ...] = first.identity, last.identity, pattern, dead
+    if last.settings or (first.settings and type(first.identity) is not Recipe):  # a recipe has values of its own
+        key = (*key, zeros_of(first.settings), zeros_of(last.settings))
     found = _recipes.get(key, "new")
     if not isinstance(found, str):
         recipe = found
@@ -103,7 +105,7 @@ def join(first: Call, last: Call) -> Call | None:
             if len(_recipes) >= _MOST_RECIPES:
                 _recipes.clear()
             _recipes[key] = recipe
-    if recipe is None:
+    if recipe is None or sum(recipe.cost[1:]) >= _moved(first) + _moved(last):
         return None
     op, order = recipe.op, recipe.order
     both = first, last
@@ -115,7 +117,7 @@ def join(first: Call, last: Call) -> Call | None:
 
 def zeros_of(settings: Mapping[str, Any]) -> tuple[float, ...]:
     """The zeros among settings as 1.0 and -1.0, their signs: calls that differ in those alone have one identity."""
-    return _zeros_among(settings.values()) if settings else ()
+    return _zeros_among(settings.values())
 
 
 def _zeros_among(values: Iterable[Any]) -> tuple[float, ...]:
@@ -223,7 +225,7 @@ def elementwise_neighbours(calls: Sequence[Call]) -> Merge | None:
         if not isinstance(first.op, MapOp) or len(first.parts) + len(last.parts) > _MOST_PARTS:
             continue
         merged = join(first, last)
-        if merged is None or _moved(merged) >= _moved(first) + _moved(last):
+        if merged is None:
             continue
         between = calls[place + 1 : -1]
         if can_move(first, between):

@@ -220,7 +220,8 @@ class VulkanEngine(PooledEngine):
             self._checks.freed(storage)
         if self.recorder.transfers is not None:
             self.recorder.transfers.freed(storage)
-        super()._free(storage)
+        pool, range_ = storage.handle
+        pool.free(range_)
 
     def dispatch(self, kernel: Kernel, num_groups: int, *args: Any) -> None:
         """Run a kernel of your own: see `Kernel` for its arguments. Tensors for pointers, numbers for scalars.
