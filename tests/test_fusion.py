@@ -333,7 +333,9 @@ def random_program(seed: int, ops: int = 25) -> Callable[[VulkanEngine], list[np
     return call
 
 
-@pytest.mark.parametrize("seeds", [range(0, 20), range(20, 40), range(40, 60)], ids=str)
+@pytest.mark.parametrize(
+    "seeds", [range(0, 20), range(20, 40), pytest.param(range(40, 60), marks=pytest.mark.slow)], ids=str
+)
 def test_random_programs_give_the_same_bits(engine: VulkanEngine, seeds: range) -> None:
     for seed in seeds:
         check_same(engine, random_program(seed))

@@ -64,7 +64,7 @@ def test_whole_model_gradient(oracle: CpuEngine, settings: dict) -> None:
 
     for name, parameter in model.named_parameters().items():
         parameter.grad = oracle.tensor(analytic[name])
-        check_parameters(loss_only, {name: parameter}, samples=8)
+        check_parameters(loss_only, {name: parameter}, samples=4)
 
 
 @pytest.mark.parametrize("tie_head", [True, False])

@@ -341,8 +341,10 @@ def check_for_leaks(config: RunConfig, num_steps: int, monkeypatch: pytest.Monke
         run_steps(engine, config, sample, num_steps)
     assert len(books) == 1, f"{len(books)} different states after a step, two of them: {sorted(books)[:2]}"
     assert len(objects) >= 5
-    # One object a step would make num_steps of them; a few come and go with the interpreter itself.
-    assert max(objects[1:]) - objects[1] <= min(64, num_steps // 4), f"Python objects from sample to sample: {objects}"
+    # One object a step would make 45 of them in 75 steps; a few come and go with the interpreter itself.
+    assert max(objects[1:]) - objects[1] <= min(64, max(25, num_steps // 4)), (
+        f"Python objects from sample to sample: {objects}"
+    )
 
 
 LEAK_MODES: dict[str, dict[str, Any]] = {
@@ -354,9 +356,9 @@ LEAK_CASES = [("plain", "off"), ("all", "off"), ("all", "shared"), ("fused", "sh
 
 
 @pytest.mark.parametrize(("mode", "queue"), LEAK_CASES)
-def test_nothing_grows_over_100_steps(mode: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_grows_over_75_steps(mode: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VKFOLD_TRANSFER_QUEUE", queue)
-    check_for_leaks(config_of(**TINY, **LEAK_MODES[mode]), 100, monkeypatch)
+    check_for_leaks(config_of(**TINY, **LEAK_MODES[mode]), 75, monkeypatch)
 
 
 @pytest.mark.slow  # a minute on a slow processor
