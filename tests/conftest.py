@@ -109,7 +109,7 @@ def deviceless(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def no_tensor_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each test gives back every byte it took from the session's engine (CASES row 4)."""
+    """Each test gives back every byte it took from the session's engine."""
     if "vulkan" not in request.fixturenames:
         yield
         return

@@ -113,7 +113,7 @@ def test_sliding_window(vulkan: VulkanEngine, oracle: CpuEngine, window: int, ca
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [0, 5])
 def test_key_padding(vulkan: VulkanEngine, oracle: CpuEngine, causal: bool, window: int) -> None:
-    lengths = np.array([0, 1, 7, 8, 9, 15, 16, 17, 32, 33], np.int32)  # masked blocks at every tile edge (CASES 7)
+    lengths = np.array([0, 1, 7, 8, 9, 15, 16, 17, 32, 33], np.int32)  # masked blocks at every tile edge
     check(vulkan, oracle, make(10, 33, 33, 2, 1, 8), causal=causal, window=window, lengths=lengths)
 
 
@@ -178,7 +178,7 @@ def test_nan_stays_in_its_row(vulkan: VulkanEngine) -> None:
 
 
 def test_group_reads_its_own_value_head(vulkan: VulkanEngine, oracle: CpuEngine) -> None:
-    """CASES 17: four query heads on two key/value heads, values 1 and 2; gradients are sums over the group."""
+    """Four query heads on two key/value heads, values 1 and 2; gradients are sums over the group."""
     q, k, v, d_o = make(1, 9, 9, 4, 2, 8)
     v[:, :, 0], v[:, :, 1] = 1, 2
     wide_k, wide_v = np.repeat(k, 2, axis=2), np.repeat(v, 2, axis=2)

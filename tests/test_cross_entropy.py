@@ -124,7 +124,7 @@ def test_special_rows(vulkan: VulkanEngine, oracle: CpuEngine) -> None:
 
 @pytest.mark.parametrize("place", [0, 8, 31, 32, 63, 64, 99])
 def test_infinities_at_tile_edges(vulkan: VulkanEngine, oracle: CpuEngine, place: int) -> None:
-    """CASES row 7: runs of -inf before and after every place where a lane's share may begin."""
+    """Runs of -inf before and after every place where a lane's share may begin."""
     logits = np.random.default_rng(place).standard_normal((2, 100)).astype(np.float32)
     logits[0, :place] = -np.inf
     logits[1, place + 1 :] = -np.inf
@@ -151,7 +151,7 @@ def test_gradient(oracle: CpuEngine) -> None:
 
 
 def test_micro_batches_count_tokens_not_batches(vulkan: VulkanEngine) -> None:
-    """CASES row 9: (1 token, loss 4) and (3 tokens, loss 1) give 1.75."""
+    """Sums of losses over valid tokens: (1 token, loss 4) and (3 tokens, loss 1) give 1.75."""
     sums = []
     for loss, tokens in ((4.0, 1), (1.0, 3)):
         logits = np.zeros((4, 2), np.float32)
@@ -162,7 +162,7 @@ def test_micro_batches_count_tokens_not_batches(vulkan: VulkanEngine) -> None:
 
 
 def test_all_labels_ignored(vulkan: VulkanEngine) -> None:
-    """CASES row 10: loss 0 and gradient 0, exactly, whatever the logits and the scale."""
+    """Loss 0 and gradient 0, exactly, whatever the logits and the scale."""
     logits = vulkan.tensor(np.full((5, 9), np.nan, np.float32))
     targets = vulkan.tensor(np.full(5, 7))
     loss, lse = vulkan.cross_entropy(logits, targets, ignore_index=7)

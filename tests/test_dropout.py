@@ -69,7 +69,7 @@ def test_fraction_and_scale(vulkan: VulkanEngine) -> None:
 
 
 def test_masks_differ(vulkan: VulkanEngine) -> None:
-    """CASES row 26: by micro-batch and site; by step and half of the seed as well. Agreement is that of chance."""
+    """By micro-batch and site; by step and half of the seed as well. Agreement is that of chance."""
     ones = vulkan.tensor(np.ones(8192, np.float32))
 
     def mask(parameters: StepParameters, site: int) -> np.ndarray:

@@ -64,7 +64,7 @@ def test_one_id_more_often_than_a_loop_may_run(vulkan: VulkanEngine) -> None:
 
 
 def test_a_table_larger_than_storage_buffers(vulkan: VulkanEngine) -> None:
-    """CASES row 1: 50,257 x 768 floats are more than the 128 MiB a storage-buffer range has on lavapipe."""
+    """50,257 x 768 floats are more than the 128 MiB a storage-buffer range has on lavapipe."""
     table = vulkan.zeros((50_257, 768))
     rows = np.random.default_rng(1).standard_normal((2, 768)).astype(np.float32)
     vulkan.copy_into(table, vulkan.tensor(rows), offset=50_255 * 768)

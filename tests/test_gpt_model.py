@@ -87,7 +87,7 @@ def test_logits_path_and_loss_path_agree(oracle: CpuEngine, tie_head: bool) -> N
 
 
 def test_tied_gradient_is_lookup_part_plus_head_part(oracle: CpuEngine) -> None:
-    """CASES 14."""
+    """An untied model with equal weights gives the parts; loading two different tensors is an error."""
     tokens, targets = batch()
     oracle.set_step_parameters(StepParameters(loss_scale=1 / 9))
     tied = GPTModel(oracle, GPTConfig(**TINY), seed=4)
@@ -111,7 +111,7 @@ def test_tied_gradient_is_lookup_part_plus_head_part(oracle: CpuEngine) -> None:
 
 
 def test_number_of_parameters() -> None:
-    """CASES 25, and the closed form against real models."""
+    """Llama 3 8B and Llama 2 7B, norms included, and the closed form against real models."""
     llama3 = GPTConfig(128256, 8192, 4096, 32, 32, num_kv_heads=8, d_ff=14336, tie_head=False)
     assert llama3.num_parameters == 8_030_261_248
     assert GPTConfig(32000, 4096, 4096, 32, 32, tie_head=False).num_parameters == 6_738_415_616
@@ -243,7 +243,7 @@ def test_logits_last(cpu: CpuEngine) -> None:
 
 
 def test_dropout_sites_and_micro_batches_differ(cpu: CpuEngine) -> None:
-    """CASES 26: masks of two sites of one block, and of two micro-batches, differ; the same one repeats."""
+    """Masks of two sites of one block, and of two micro-batches, differ; the same one repeats."""
     ones = cpu.tensor(np.ones(1000))
     model = GPTModel(cpu, GPTConfig(**{**TINY, "dropout": 0.5}))
     sites = [0] + [block.first_site + i for block in model.blocks for i in (0, 1)]

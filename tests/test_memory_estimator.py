@@ -1,4 +1,4 @@
-"""memory_estimator: presets, figures that circulate wrongly elsewhere (CASES 22 to 25), output, and bad input."""
+"""memory_estimator: presets, figures that circulate wrongly elsewhere, output, and bad input."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def test_all_presets_are_counted() -> None:
 
 
 def test_kv_cache_of_llama_3() -> None:
-    """CASES 22: half and a quarter of what circulates, because key/value heads are shared."""
+    """Half and a quarter of what circulates, because key/value heads are shared."""
     assert kv_bytes_per_token(model_of("llama-3-8b"), "float16") == 131_072
     assert kv_bytes_per_token(model_of("llama-3-70b"), "float16") == 327_680
 
 
 def test_zero_3_over_eight_cards() -> None:
-    """CASES 23, and the ledger's own sum: 16 bytes a parameter."""
+    """The ledger's own sum: 16 bytes a parameter."""
     plan = plan_preset("llama-3-8b", seq_len=64)
     card = plan_card(plan, cards=8, zero_stage=3)
     assert card.states_bytes == pytest.approx(16 * 8_030_261_248 / 8, rel=1e-6)
@@ -88,7 +88,7 @@ def test_zero_3_over_eight_cards() -> None:
 
 
 def test_kv_cache_of_a_70b_with_64_heads() -> None:
-    """CASES 24: batch 16, 32K tokens, f16, tensor parallel over 8 cards."""
+    """Batch 16, 32K tokens, f16, tensor parallel over 8 cards."""
     model = dataclasses.replace(model_of("llama-3-70b"), num_kv_heads=64, max_seq_len=32 * 1024)
     plan = plan_inference(model, batch_size=16, seq_len=32 * 1024, dtype="float16", tensor_parallel=8)
     assert plan.kv_bytes == 160 * 2**30

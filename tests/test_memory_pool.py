@@ -192,7 +192,6 @@ def test_properties(operations: list[tuple[str, int]]) -> None:
 
 
 def test_20000_small_tensors_cost_one_driver_allocation() -> None:
-    # CASES row 2
     source = LimitedSource(2**40)
     pool = BlockPool(source)
     held = [pool.allocate(1024) for _ in range(20_000)]
@@ -202,7 +201,7 @@ def test_20000_small_tensors_cost_one_driver_allocation() -> None:
 
 @pytest.mark.parametrize("budget", [256 * MIB, 100 * MIB, 1000 * 256])
 def test_large_request_among_holes(budget: int) -> None:
-    # CASES row 3: allocate and free 0.6 of the budget, fill with small ones, free every other one, ask for 0.4
+    # allocate and free 0.6 of the budget, fill with small ones, free every other one, ask for 0.4
     pool = BlockPool(NullBlockSource(), name="step", budget_bytes=budget)
     pool.free(pool.allocate(budget * 6 // 10))
     reserved = pool.stats().allocated_bytes

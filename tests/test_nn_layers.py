@@ -1,4 +1,4 @@
-"""Every layer by itself: gradients by finite differences in float64, the contract, and the rows of CASES it touches."""
+"""Every layer by itself: gradients by finite differences in float64, the contract, and values known in closed form."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_attention(oracle: CpuEngine, kv_heads: int, rope: str) -> None:
 
 
 def test_grouped_heads_read_their_group(oracle: CpuEngine) -> None:
-    """CASES 17: values of head 0 all 1, of head 1 all 2: the four query heads give 1, 1, 2, 2."""
+    """Values of head 0 all 1, of head 1 all 2: the four query heads give 1, 1, 2, 2."""
     layer = Attention(oracle, 8, 4, 2)
     weight = np.zeros((8, 16))
     oracle.upload(layer.qkv.weight.data, weight)
@@ -105,7 +105,7 @@ def test_grouped_heads_read_their_group(oracle: CpuEngine) -> None:
 
 
 def test_rope_frequencies_and_scaling() -> None:
-    """CASES 18 and 19."""
+    """Frequencies, bases for longer contexts (NTK, static and dynamic), attention factors of YaRN, what is refused."""
     np.testing.assert_allclose(inverse_frequencies(8), [1, 0.1, 0.01, 0.001], rtol=1e-15)
     assert round(ntk_base(1e4, 4, 64), 3) == 41829.366
     assert round(dynamic_ntk_base(1e4, 2, 4096, 2048, 128), 3) == 30527.737
@@ -151,7 +151,7 @@ def test_dynamic_rope_follows_the_length(oracle: CpuEngine) -> None:
 
 
 def test_swiglu_default_width() -> None:
-    """CASES 27."""
+    """8/3 d rounded up to a multiple of 256 for SwiGLU, 4 d for others."""
     assert default_width(4096, "swiglu") == 11008
     assert default_width(64, "swiglu") == 256
     assert default_width(96, "gelu") == 384

@@ -185,7 +185,7 @@ def test_gradient_norm_refuses(engine: ComputeEngine) -> None:
 
 # -- AdamW -------------------------------------------------------------------------------------------------------------
 def test_adamw_first_step(engine: ComputeEngine) -> None:
-    # CASES row 8: p = 1, g = 0.5, on a transposed view
+    # p = 1, g = 0.5, on a transposed view
     gradient = np.full((5, 3), 0.5)
     gradient[1, 2], gradient[4, 0] = -0.5, 0.0
     engine.set_step_parameters(StepParameters(learning_rate=0.1, bias_correction1=1 - 0.9, bias_correction2=1 - 0.999))

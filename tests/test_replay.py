@@ -24,7 +24,7 @@ def fresh() -> Iterator[VulkanEngine]:
 
 
 def test_fifty_steps(fresh: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test of the issue: idle blocks released after each step, dropout, cosine, accumulation 3, clipping."""
+    """Everything at once: idle blocks released after each step, dropout, cosine, accumulation 3, clipping."""
     schedule = cosine(1e-2, total_steps=50, warmup_steps=5)
 
     def work(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Rotary positions: both pairings against the oracle, the inverse, what stays untouched, the tables of CASES 18."""
+"""Rotary positions: both pairings against the oracle, the inverse, what stays untouched, angles by hand."""
 
 from __future__ import annotations
 

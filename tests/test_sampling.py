@@ -1,4 +1,4 @@
-"""Drawing tokens: CASES row 20."""
+"""Drawing tokens: temperature, top_k, top_p, ties, and what is refused."""
 
 from __future__ import annotations
 

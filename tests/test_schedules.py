@@ -1,4 +1,4 @@
-"""Learning-rate schedules: CASES row 13."""
+"""Learning-rate schedules: every value of a warm-up, a decay and what follows."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def test_odd_sizes(vulkan: VulkanEngine, oracle: CpuEngine, rows: int, cols: int
 
 
 def test_masked_entries_are_exactly_zero(vulkan: VulkanEngine, oracle: CpuEngine) -> None:
-    """CASES row 7; a fully masked row is zeros, never 1/n."""
+    """Entries of -inf have no share; a fully masked row is zeros, never 1/n."""
     inf = np.inf
     for engine in (vulkan, oracle):
         (y,) = run(engine, lambda e, t: e.softmax(t), [np.array([[0.0, -inf, 1.0], [-inf, -inf, -inf]], np.float32)])

@@ -1,4 +1,4 @@
-"""Input files, tokens on disk, windows (CASES row 16) and their order."""
+"""Input files, tokens on disk, windows and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole training runs: resumed to the same bits (CASES rows 12 and 13), stopped, killed, alike on both engines."""
+"""Whole training runs: resumed to the same bits, stopped, killed, alike on both engines."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ def test_bpe_run_resumes_with_its_tokenizer(text: Path, tmp_path: Path) -> None:
 
 
 def test_tied_head_is_one_tensor(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """CASES row 14: one tensor in the file, one optimizer slot; two different tensors are an error."""
+    """One tensor in the file, one optimizer slot; two different tensors are an error."""
     from safetensors.numpy import load_file
 
     root = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Tokenizers keep every byte (CASES row 15)."""
+"""Tokenizers keep every byte."""
 
 from __future__ import annotations
 

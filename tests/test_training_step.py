@@ -44,7 +44,7 @@ def logits_with_loss(loss: float) -> np.ndarray:
 
 
 def test_micro_batches_weigh_what_their_tokens_weigh(cpu: CpuEngine) -> None:
-    """CASES 9: (1 token, loss 4) and (3 tokens, loss 1): 1.75, not 2.5, not 5."""
+    """(1 token, loss 4) and (3 tokens, loss 1): 1.75, not 2.5, not 5."""
     table = Table(cpu, np.stack([logits_with_loss(4.0), logits_with_loss(1.0)]))
     step = TrainingStep(table, SGD(table, momentum=0.0), keep_gradients=True)
     batches = [
@@ -83,7 +83,7 @@ def ignored(pair: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray
 
 @pytest.mark.parametrize("place", [0, 1, 3])
 def test_an_ignored_micro_batch_changes_nothing(cpu: CpuEngine, place: int) -> None:
-    """CASES 10, first half."""
+    """One of four has every label ignored: loss, gradients and weights are those of the other three, to the bit."""
     three = [data(i) for i in range(3)]
     four = [*three[:place], ignored(data(3)), *three[place:]]
     ((with_it, gradients),), weights = run(cpu, CONFIG, [(0, four)])
@@ -95,7 +95,7 @@ def test_an_ignored_micro_batch_changes_nothing(cpu: CpuEngine, place: int) -> N
 
 
 def test_all_labels_ignored(cpu: CpuEngine) -> None:
-    """CASES 10, second half: loss 0, gradient 0, parameters unchanged, a warning."""
+    """Loss 0, gradient 0, parameters unchanged, a warning."""
     model = GPTModel(cpu, CONFIG)
     optimizer = AdamW(model, weight_decay=0.5)
     step = TrainingStep(model, optimizer)
@@ -184,7 +184,7 @@ def test_a_finite_gradient_whose_norm_is_not_is_called_so(vulkan: VulkanEngine, 
 
 
 def test_resumed_run_equals_the_straight_one(vulkan: VulkanEngine) -> None:
-    """CASES 12, at the level of model and optimizer: 5 steps, and 2 + 3 with a save between, dropout on."""
+    """At the level of model and optimizer: 5 steps, and 2 + 3 with a save between, dropout on."""
     pairs = [[data(n), data(n + 100)] for n in range(5)]
     model = GPTModel(vulkan, DROPOUT, seed=1)
     optimizer = AdamW(model)
@@ -239,7 +239,7 @@ def test_phases_and_gradient_lifetime(cpu: CpuEngine) -> None:
 
 
 def test_adamw_first_step(cpu: CpuEngine) -> None:
-    """CASES 8, through the optimizer; one-dimensional tensors do not decay unless asked."""
+    """p = 1, g = 0.5, through the optimizer; one-dimensional tensors do not decay unless asked."""
     model = Table(cpu, np.ones((1, 1)))
     for decay_all, expected in ((False, 0.899000002), (True, 0.899000002)):
         optimizer = AdamW(model, weight_decay=0.01, decay_all=decay_all)

@@ -214,7 +214,7 @@ def test_fill_copy_dispatch_and_replay(device: Device) -> None:
 
 
 def test_500_specialization_constants_survive_the_collector(device: Device, frozen_objects: None) -> None:
-    """CASES row 21: structs that point to structs, while the garbage collector runs."""
+    """Structs that point to structs, while the garbage collector runs."""
     sizes = [1 + (7 * i) % min(128, device.max_workgroup_invocations) for i in range(500)]
     back = device.create_buffer(2000, host_visible=True)
     stop = threading.Event()

@@ -197,7 +197,7 @@ def test_a_violation_is_reported_by_the_layers(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_tensor_over_the_device_limit_names_the_limit(vulkan: VulkanEngine) -> None:
-    """CASES row 1: the limit comes first in the message, not holes of the pool."""
+    """The limit comes first in the message, not holes of the pool."""
     limit = vulkan.device.max_allocation_bytes
     with pytest.raises(MemoryError, match=f"by a limit: the device gives at most {limit} bytes") as caught:
         vulkan.empty((limit // 4 + 1,))
