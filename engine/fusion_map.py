@@ -25,7 +25,7 @@ _ARGUMENT = re.compile(r"\bargs\.(\w+)")
 _LOWER_HALF = re.compile(r"index \+ index / (args\.\w+) \* \1")
 _UPPER_HALF = re.compile(r"index \+ \(index / (args\.\w+) \+ 1u\) \* \1")
 _MOST_RECIPES = 4096
-_FLOATS = float, np.floating
+_NUMBERS = int, float, np.integer, np.floating, np.bool_
 _MOST_PARTS = 6  # calls in one kernel: longer chains would be new kernels to compile for ever less gain
 
 
@@ -116,15 +116,15 @@ def join(first: Call, last: Call) -> Call | None:
 
 
 def zeros_of(settings: Mapping[str, Any]) -> tuple[float, ...]:
-    """The zeros among settings as 1.0 and -1.0, their signs: calls that differ in those alone have one identity."""
+    """The signs of all zeros among settings, in order: calls that differ in those alone have one identity."""
     return _zeros_among(settings.values())
 
 
 def _zeros_among(values: Iterable[Any]) -> tuple[float, ...]:
     signs: list[float] = []
     for value in values:
-        if isinstance(value, _FLOATS):
-            if value == 0.0:
+        if isinstance(value, _NUMBERS):
+            if value == 0:  # 0 and False count, with which 0.0 and -0.0 compare equal: a place for each
                 signs.append(math.copysign(1.0, value))
         elif isinstance(value, tuple):
             signs += _zeros_among(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from . import switches
 from .kernel import Kernel
@@ -21,6 +22,7 @@ class KernelPipelines:
         self._checks_texts = bool(switches.get("VKFOLD_DEBUG"))
         self.by_kernel: dict[Kernel, Pipeline] = {}
         self._ahead: dict[Recipe, Pipeline] = {}
+        self._makers: list[ThreadPoolExecutor] = []  # that may be making pipelines
 
     def text_of(self, kernel: Kernel) -> Kernel:
         """The kernel, or its twin that this driver is given."""
@@ -34,11 +36,12 @@ class KernelPipelines:
         if self._checks_texts:
             self.text_of(kernel).check_text()
         recipe = self._recipe(kernel)
-        found = self._ahead.pop(recipe, None)
+        found = self._ahead.get(recipe)
         if found is None:
             spirv = spirv_for(self.text_of(kernel))
             found = self.device.create_pipeline(spirv, *recipe[2:4], kernel.name, *recipe[4:])
         self.by_kernel[kernel] = found
+        self._ahead.pop(recipe, None)  # last: an interrupt leaves it in one place at least
         return found
 
     def compile(self, kernel: Kernel) -> None:
@@ -53,13 +56,21 @@ class KernelPipelines:
 
     def make_ahead(self, recipes: Iterable[Recipe]) -> dict[Recipe, Pipeline]:
         """Make those that are not there yet, all at once; returns them."""
+        self._wait_for_makers()
         there = {*self._ahead, *self.recipes(self.by_kernel.values())}
         new = [recipe for recipe in recipes if recipe not in there]
-        make_pipelines(self.device, new, self._ahead)
+        make_pipelines(self.device, new, self._ahead, self._makers)
         return {recipe: self._ahead[recipe] for recipe in new if recipe in self._ahead}
+
+    def _wait_for_makers(self) -> None:
+        """An interrupt may have left them at work."""
+        while self._makers:
+            self._makers[-1].shutdown()
+            self._makers.pop()
 
     def destroy(self) -> None:
         """Destroy all of them; no submit in flight may use one."""
+        self._wait_for_makers()
         for pipeline in (*self.by_kernel.values(), *self._ahead.values()):
             self.device.destroy_pipeline(pipeline)
         self.by_kernel.clear()

@@ -135,9 +135,15 @@ def checksum(content: str) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def make_pipelines(device: Device, recipes: Sequence[Recipe], made: dict[Recipe, Pipeline]) -> None:
+def make_pipelines(
+    device: Device, recipes: Sequence[Recipe], made: dict[Recipe, Pipeline], makers: list[ThreadPoolExecutor]
+) -> None:
     """Make the pipelines of recipes, on all cores, into `made`, each as soon as it is there: an interrupt loses none.
-    Left out are those that cannot be made; their first use will say why."""
+    Left out are those that cannot be made; their first use will say why.
+
+    makers: has the threads while they are at work. Who destroys the device waits for them: a second interrupt may have
+    come while this waited.
+    """
 
     def make(recipe: Recipe) -> None:
         spirv = spirv_of_digest(recipe.digest)
@@ -150,5 +156,10 @@ def make_pipelines(device: Device, recipes: Sequence[Recipe], made: dict[Recipe,
         except (VkfoldError, ValueError, OverflowError) as error:  # sizes that no kernel has, from a foreign file
             logger.info("kernel %s: not made ahead: %s", recipe.name, error)
 
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads:
+    threads = ThreadPoolExecutor(max_workers=os.cpu_count() or 1)
+    makers.append(threads)
+    try:
         list(threads.map(make, recipes))
+    finally:
+        threads.shutdown(cancel_futures=True)
+        makers.remove(threads)

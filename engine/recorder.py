@@ -8,8 +8,7 @@ along a reduction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .errors import VkfoldError
@@ -51,7 +50,7 @@ class Recorder(Submits):
         self.step_address = 0
         self.op_work = 0.0  # of the op being launched; set by the engine
         self.num_commands = 0  # recorded so far; counted before each, so an interrupt cannot leave one out
-        self.rehearsing = False  # whether nothing is recorded, see `rehearsal`
+        self.rehearsing = False  # whether nothing is recorded, see `rehearse`
         self.next_input: Input | None = None  # what the next `write` brings, when that differs from step to step
         self.choosers: dict[type, Any] = {}  # of variants: variant_choice.py
         self.trace: Callable[[str], None] | None = None  # hears the kernel of every dispatch; profiler.py
@@ -92,12 +91,12 @@ class Recorder(Submits):
             self.wait()
         return len(made)
 
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Nothing is recorded inside: an op's launch only compiles what it needs, and checks its arguments."""
+    def rehearse(self, launch: Callable[[], None]) -> None:
+        """Call an op's launch with nothing recorded: it only compiles what it needs, and checks its arguments."""
+        # No context manager: one that Ctrl-C breaks off between two of its steps would leave the recorder deaf.
         try:
             self.rehearsing = True
-            yield
+            launch()
         finally:
             self.rehearsing = False
 

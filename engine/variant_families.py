@@ -57,6 +57,5 @@ def reasons_of(gpu: Recorder, call: Call) -> dict[str, dict[str, str]]:
         for chooser in CHOOSERS:
             stack.enter_context(chooser.of(gpu).anew())
         stack.enter_context(ChoosingAs(call.choices))
-        stack.enter_context(gpu.rehearsal())
-        call.op.launch(gpu, call.inputs, call.made, **call.settings)
+        gpu.rehearse(lambda: call.op.launch(gpu, call.inputs, call.made, **call.settings))
         return variant_reasons(gpu)

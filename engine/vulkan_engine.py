@@ -173,6 +173,7 @@ class VulkanEngine(PooledEngine):
         self, op: Op, cost: Cost, inputs: Sequence[Tensor | None], made: list[Tensor], settings: Any
     ) -> None:
         recorder = self.recorder
+        recorder.rehearsing = False  # whatever an interrupt left
         recorder.op_work = cost.flops + 4.0 * (cost.bytes_read + cost.bytes_written)
         if self._checks is None:
             op.launch(recorder, inputs, made, **settings)
@@ -182,8 +183,7 @@ class VulkanEngine(PooledEngine):
         self._checks.after_op(op, inputs, made, settings)
 
     def _rehearse(self, op: Op, inputs: Sequence[Tensor | None], made: Sequence[Tensor], settings: Any) -> None:
-        with self.recorder.rehearsal():
-            op.launch(self.recorder, inputs, made, **settings)
+        self.recorder.rehearse(lambda: op.launch(self.recorder, inputs, made, **settings))
 
     def prepare_call(self, op: Op, specs: Sequence[TensorSpec | None], settings: dict[str, Any]) -> None:
         """What the first call with such inputs does before it is recorded: its rule, and its kernels looked for.

@@ -24,9 +24,9 @@ class Block:
     be 512 but seldom are ten; both `take` and `give` cost O(log pages). Two tables, hole by start and hole by end,
     join neighbours at once.
 
-    handle: what the source gave. sequence: rank in first-fit order. slot: the pool's place for it. touched: a range
-    came from it since the pool last finished a step. kept: the step that the pool last finished used it. pins: who
-    must hear when it goes back to the source.
+    handle: what the source gave. live: start -> bytes of each taken range, which the pool enters. sequence: rank in
+    first-fit order. slot: the pool's place for it. touched: a range came from it since the pool last finished a
+    step. kept: the step that the pool last finished used it. pins: who must hear when it goes back to the source.
     """
 
     __slots__ = (
@@ -37,6 +37,7 @@ class Block:
         "_sizes",
         "handle",
         "kept",
+        "live",
         "live_bytes",
         "nbytes",
         "num_ranges",
@@ -52,6 +53,7 @@ class Block:
         self.nbytes = nbytes
         self.sequence = sequence
         self.slot = slot
+        self.live: dict[int, int] = {}
         self.live_bytes = 0
         self.num_ranges = 0
         self.touched = self.kept = False
@@ -159,6 +161,26 @@ class Block:
             self._set_leaf(leaves + number, size)
         self.live_bytes -= nbytes
         self.num_ranges -= 1
+
+    def mend(self) -> None:
+        """Work out holes and counts from `live` alone: an interrupt broke off `take` or `give`."""
+        self._pages = [None] * len(self._pages)
+        self._sizes, self._ends = {}, {}
+        self.tree = [0] * len(self.tree)
+        end = 0
+        for start, nbytes in (*sorted(self.live.items()), (self.nbytes, 0)):
+            if start > end:
+                number, size = end >> self._shift, start - end
+                self._sizes[end], self._ends[start] = size, end
+                page = self._pages[number]
+                if page is None:
+                    page = self._pages[number] = []
+                page.append(end)
+                if size > self.tree[self._leaves + number]:
+                    self._set_leaf(self._leaves + number, size)
+            end = start + nbytes
+        self.live_bytes = sum(self.live.values())
+        self.num_ranges = len(self.live)
 
     def _set_leaf(self, node: int, value: int) -> None:
         tree = self.tree

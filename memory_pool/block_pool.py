@@ -54,7 +54,8 @@ class BlockPool:
     reserve from the source, None for no limit of the pool's own. observer: called after every event, for traces.
 
     Where a range lies depends on nothing but the order of calls. A freed range is reusable at once. Not thread-safe; a
-    `free` that a garbage collection runs in the middle of another call is put off to that call's end.
+    `free` that a garbage collection runs in the middle of another call is put off to that call's end. A call that an
+    interrupt (Ctrl-C) breaks off has made no range, or has freed it, and the pool goes on as if nothing had been.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class BlockPool:
         self._leaves = 1
         self._tree = [0, 0]  # largest hole below each node; leaf _leaves + slot is a block
         self._busy = False
+        self._broken_off = False  # a call under way, or what an interrupt left of one: see _mend
         self._put_off: list[PoolRange] = []
         self._step_finished = False
         self._destroyed = False
@@ -109,8 +111,10 @@ class BlockPool:
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
         size = (nbytes + self.alignment - 1) & -self.alignment or self.alignment
-        self._busy = True
+        if self._broken_off:
+            self._mend()
         try:
+            self._busy = self._broken_off = True
             tree, leaves = self._tree, self._leaves
             if tree[1] < size:
                 self._add_block(size)
@@ -137,6 +141,11 @@ class BlockPool:
                 self.peak_live_bytes = live
             if self.observer is not None:
                 self.observer("allocate", block.sequence, range_.offset, size)
+            block.live[offset] = size
+            self._busy = self._broken_off = False
+        except PoolExhaustedError:
+            self._broken_off = False
+            raise
         finally:
             self._busy = False
             if self._put_off:
@@ -161,10 +170,13 @@ class BlockPool:
             if self._destroyed:
                 return
             raise ValueError(f"{range_} is not of memory pool {self.name!r}")
-        self._busy = True
+        if self._broken_off:
+            self._mend()
         try:
-            range_.live = False
+            self._busy = self._broken_off = True
             size, offset = range_.nbytes, range_.offset
+            range_.live = False
+            del block.live[offset]
             block.give(offset, size)
             self.live_signature ^= hash((block.sequence, offset, size))
             node, tree, largest = self._leaves + slot, self._tree, block.tree[1]
@@ -176,10 +188,40 @@ class BlockPool:
             self.live_bytes -= size
             if self.observer is not None:
                 self.observer("free", block.sequence, range_.offset, size)
+            self._busy = self._broken_off = False
+        except BaseException:
+            if not range_.live:
+                block.live.pop(range_.offset, None)
+            raise
         finally:
             self._busy = False
             if self._put_off:
                 self._free_put_off()
+
+    def _mend(self) -> None:
+        """Work out everything from the live ranges of each block: an interrupt broke off `allocate` or `free`."""
+        try:
+            self._busy = True
+            signature = 0
+            for block in self._slots:
+                block.mend()
+                for offset, size in block.live.items():
+                    signature ^= hash((block.sequence, offset, size))
+            self.live_signature = signature
+            self.num_ranges = sum(block.num_ranges for block in self._slots)
+            self.live_bytes = sum(block.live_bytes for block in self._slots)
+            self.reserved_bytes = sum(block.nbytes for block in self._slots)
+            self._rebuild()
+            self._busy = self._broken_off = False
+        finally:
+            self._busy = False
+            if self._put_off:
+                self._free_put_off()
+
+    def _settle(self) -> None:
+        """Before counts are read: what an interrupt broke off."""
+        if self._broken_off and not self._busy:
+            self._mend()
 
     def _free_put_off(self) -> None:
         while self._put_off:
@@ -188,6 +230,7 @@ class BlockPool:
     # -- blocks ------------------------------------------------------------------------------------------------------
     def blocks(self) -> list[Block]:
         """The blocks in first-fit order."""
+        self._settle()
         return list(self._slots)
 
     def _add_block(self, size: int) -> None:
@@ -270,6 +313,7 @@ class BlockPool:
         number returned, `release_idle_blocks` gives back all other blocks and steady steps never ask the source again.
         A second call changes nothing until the next step starts, or a further range is made.
         """
+        self._settle()
         if not self._step_finished or any(block.touched for block in self._slots):
             for block in self._slots:
                 block.kept = block.touched or block.num_ranges > 0
@@ -283,6 +327,7 @@ class BlockPool:
         A block stays while the idle bytes left without it would be fewer than `retain_free_bytes`; with
         `keep_retained=False` every idle block goes. Blocks that the last finished step used go after all others.
         """
+        self._settle()
         idle = [block for block in self._slots if not block.num_ranges]
         keep = self.retain_free_bytes if keep_retained else 0
         left = sum(block.nbytes for block in idle)
@@ -326,6 +371,7 @@ class BlockPool:
     def placement(self) -> tuple[int, int, int]:
         """Equal for equal sets of live ranges, in O(1): the same calls then place the same ranges, as long as the
         blocks they come from are held."""
+        self._settle()
         return self.live_signature, self.num_ranges, self.live_bytes
 
     def pin_step(self, pin: Pin) -> list[Block]:
@@ -333,6 +379,7 @@ class BlockPool:
 
         The pin is held weakly. Returns the blocks.
         """
+        self._settle()
         pinned = [block for block in self._slots if block.touched or block.num_ranges]
         for block in pinned:
             if block.pins is None:
@@ -343,6 +390,7 @@ class BlockPool:
     # -- statistics --------------------------------------------------------------------------------------------------
     def stats(self) -> PoolStats:
         """A snapshot."""
+        self._settle()
         free, largest = self.reserved_bytes - self.live_bytes, self._tree[1]
         return PoolStats(
             name=self.name,

@@ -63,6 +63,7 @@ class StepReplay:
         self.model = model
         self.optimizer = optimizer
         self.engine = model.engine
+        self.engine.check_open()  # before work on the device, which belongs to one thread
         self.replayer: StepReplayer = self.engine.replayer
         self._captured: list[Captured] = []  # the last used first
         self._seen: list[Captured] = []  # recorded and not captured, the last first

@@ -10,9 +10,11 @@ import pytest
 
 from vkfold.engine import compute_engine
 from vkfold.engine.expr import constant, variables
+from vkfold.engine.fusion import Call
 from vkfold.engine.fusion_map import zeros_of
+from vkfold.engine.launcher import OpLauncher
 from vkfold.engine.map_kernel import MapKernel
-from vkfold.engine.op import Op
+from vkfold.engine.op import Cost, Op
 from vkfold.engine.ops.elementwise import MapOp
 from vkfold.engine.tensor import Tensor, TensorSpec
 from vkfold.engine.vulkan_engine import VulkanEngine
@@ -107,8 +109,33 @@ def test_zeros_have_signs(engine: VulkanEngine, zeros: tuple[float, float]) -> N
 
 def test_signs_of_zeros_among_settings() -> None:
     settings = {"a": 0.0, "b": (1.0, -0.0, (0.0, np.float32(-0.0))), "c": 0, "d": False, "e": "0", "f": 2.0, "g": None}
-    assert zeros_of(settings) == (1.0, -1.0, 1.0, -1.0)
-    assert zeros_of({}) == zeros_of({"a": 3.0, "b": (1, 2)}) == ()
+    assert zeros_of(settings) == (1.0, -1.0, 1.0, -1.0, 1.0, 1.0)
+    assert zeros_of({}) == zeros_of({"a": 3.0, "b": (1, 2), "c": True, "d": "", "e": None}) == ()
+
+
+def test_zeros_have_places(engine: VulkanEngine) -> None:
+    """0 and -0.0 for -0.0 and 0: the same numbers, and as many signs of each kind."""
+    one, minus = engine.tensor(np.ones(4)), engine.tensor(np.full(4, -1.0))
+    found = []
+    for factor, offset in ((0, -0.0), (-0.0, 0), (0.0, -0.0), (-0.0, np.int64(0)), (-0.0, -0.0), (0, 0)):
+
+        def call(engine: VulkanEngine, factor: float = factor, offset: float = offset) -> list[np.ndarray]:
+            y = engine.affine(minus, factor, offset)
+            quotient = engine.divide(one, y)
+            del y
+            return [quotient.numpy()]
+
+        check_same(engine, call)
+        found.append(call(engine)[0][0])
+    assert found == [-np.inf, np.inf, -np.inf, np.inf, np.inf, np.inf]
+
+
+def test_joint_calls_are_told_apart_by_names() -> None:
+    """Kernels are compiled for a kind of call; the values alone do not tell it."""
+    kinds = []
+    for settings in ({"a": 1.0, "b": 2.0}, {"b": 1.0, "a": 2.0}, {"a": 1.0, "b": 2.0}):
+        kinds.append(OpLauncher.kind_of(Call(LINE, Cost(0, 0, 0), (), (), 0, settings, ())))
+    assert kinds[0] == kinds[2] != kinds[1]
 
 
 def test_rules_are_bounded(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from vkfold.engine import kernel_registry, pipeline_memory
 from vkfold.engine.pipeline_memory import NOTHING, Recipe, checksum, load_program, save_program
+from vkfold.engine.vulkan_device import Device
 from vkfold.engine.vulkan_engine import VulkanEngine
 from vkfold.nn import AdamW, GPTConfig, GPTModel, TrainingStep
 
@@ -109,26 +111,47 @@ def test_foreign_recipes_are_left_out(tmp_path: Path) -> None:
         assert load_program(path).recipes == [good], bad
 
 
-def test_an_interrupt_loses_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while they are made: those that are made belong to the engine, and the next step finds them."""
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_interrupt_loses_no_pipeline(times: int, goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while they are made, and once more while those under way are waited for: all belong to the engine, and it
+    does not close before they are made."""
     with VulkanEngine() as engine:
         _, _, losses = run(engine)
-    plain, interrupts = ThreadPoolExecutor.map, [1]
+    first, second, made = [1], [1] * (times - 1), []
+    plain, shutdown, create = ThreadPoolExecutor.map, ThreadPoolExecutor.shutdown, Device.create_pipeline
 
     def interrupted(self: ThreadPoolExecutor, *work: Any) -> Any:
-        yield from plain(self, *work)
-        if interrupts:
-            interrupts.pop()
+        found = plain(self, *work)  # the threads are at it
+        if first:
+            first.pop()
+            while not made:
+                time.sleep(0.001)
             raise KeyboardInterrupt
+        return found
+
+    def interrupted_too(self: ThreadPoolExecutor, **how: Any) -> None:
+        if second:
+            second.pop()
+            raise KeyboardInterrupt
+        shutdown(self, **how)
+
+    def created(self: Device, *how: Any) -> Any:
+        made.append(1)
+        time.sleep(0.02)
+        assert self.handle is not None
+        return create(self, *how)
 
     monkeypatch.setenv("VKFOLD_DEBUG", "1")
     monkeypatch.setattr(ThreadPoolExecutor, "map", interrupted)
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", interrupted_too)
+    monkeypatch.setattr(Device, "create_pipeline", created)
     with VulkanEngine() as engine:
         with pytest.raises(KeyboardInterrupt):
             run(engine)
-        made = engine.device.num_pipelines_made
-        assert made > 10
-        assert run(engine) == (made, 0, losses)
+        if goes_on:
+            assert run(engine)[1:] == (0, losses)
+    assert engine.device.num_pipelines_made == len(made) > 0
     assert engine.validation_messages == []
 
 

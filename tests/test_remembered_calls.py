@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -15,13 +18,15 @@ from replay_checks import CONFIG, LEARNED, Run, data
 
 from vkfold import expr
 from vkfold.engine import pipeline_memory
+from vkfold.engine.cpu_engine import CpuEngine
 from vkfold.engine.launcher import OpLauncher
 from vkfold.engine.op import OPS, Op
 from vkfold.engine.pipeline_memory import NOTHING, checksum, load_program, save_program
 from vkfold.engine.recorder import Recorder
 from vkfold.engine.remembered_calls import MAX_CALLS, calls_since, prepare_calls, start_counting
+from vkfold.engine.tensor import TensorSpec, nowhere
 from vkfold.engine.vulkan_engine import VulkanEngine
-from vkfold.nn import SGD, Adafactor, GPTConfig
+from vkfold.nn import SGD, Adafactor, AdamW, GPTConfig, GPTModel, TrainingStep, step_replay
 from vkfold.tools.lab_ops import SUBJECTS, matmul_subject
 from vkfold.tools.lab_subject import STEP, Subject
 
@@ -264,6 +269,75 @@ def test_variants_forced_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
         with rehearsed(monkeypatch) as names:
             run.step()
         assert "swiglu" in names
+
+
+def test_a_step_of_a_closed_engine_and_of_another_thread_is_refused() -> None:
+    """Before any work on the device."""
+    with VulkanEngine() as engine:
+        run = Run(engine)
+        run.step()
+    with pytest.raises(RuntimeError, match="closed"):
+        TrainingStep(run.model, run.optimizer)
+    with VulkanEngine() as engine:
+        model = GPTModel(engine, CONFIG, seed=1)
+        optimizer = AdamW(model)
+        before, errors = traces(engine), []
+
+        def make() -> None:
+            try:
+                TrainingStep(model, optimizer)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        thread = Thread(target=make)
+        thread.start()
+        thread.join()
+        assert "belongs to thread" in errors[0] and traces(engine) == before
+
+
+def test_ctrl_c_in_a_rehearsal(vulkan: VulkanEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine records again."""
+    x = vulkan.tensor(np.arange(3.0))
+    with monkeypatch.context() as patch:
+
+        def launch(*arguments: Any, **settings: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(type(OPS["softmax"]), "launch", launch)
+        with pytest.raises(KeyboardInterrupt):
+            vulkan.prepare_call(OPS["softmax"], [TensorSpec((11, 13))], {})
+    assert np.array_equal(vulkan.scale(x, 3.0).numpy(), [0, 3, 6])
+    vulkan.recorder.rehearsing = True  # as an interrupt between two steps of the interpreter might leave it
+    assert np.array_equal(vulkan.scale(x, 2.0).numpy(), [0, 2, 4])
+
+
+def test_garbage_is_collected_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    step_replay._collect_once.cache_clear()
+    for number in range(3):
+        with VulkanEngine() as engine:
+            Run(engine).step()
+        assert len(collected) == min(number, 1), "not in a first run, which has nothing to prepare"
+    step_replay._collect_once.cache_clear()
+    gc.disable()
+    try:
+        with VulkanEngine() as engine:
+            Run(engine)
+    finally:
+        gc.enable()
+    assert len(collected) == 1
+
+
+@pytest.mark.deviceless
+def test_tensors_without_memory_lie_apart(cpu: CpuEngine) -> None:
+    specs = [TensorSpec((3, 5)), TensorSpec(()), TensorSpec((0,)), TensorSpec((1000,))]
+    first = nowhere(cpu, specs)
+    tensors = [*first, *nowhere(cpu, specs, behind=[None, *first])]
+    assert [tensor.spec for tensor in tensors] == specs * 2
+    assert all(tensor.address > 0 and tensor.address % 256 == 0 for tensor in tensors)
+    for before, after in itertools.pairwise(tensors):
+        assert before.address + max(1, before.nbytes) <= after.address
 
 
 def test_no_more_than_a_few_hundred_are_kept(vulkan: VulkanEngine) -> None:
