@@ -20,23 +20,20 @@ import vkfold as vf
 from vkfold.engine.vulkan_commands import Fence
 
 GOALS = {"one dispatch (recorder)": 6.0, "add": 25.0, "matmul": 25.0, "rms_norm": 25.0, "replayed step": 500.0}
+ROUNDS = 25  # of op calls
 
 
 def microseconds(engine: vf.VulkanEngine, call: Callable[[], object], calls: int) -> float:
-    """Median over 7 rounds of the processor time a call takes to record, in this thread: other load leaves it alone."""
-    rounds = []
-    for _ in range(7):
-        engine.end_batch()
-        start = time.thread_time()
-        for _ in range(calls):
-            call()
-        rounds.append((time.thread_time() - start) / calls * 1e6)
+    """The processor time that a call takes to record, in this thread: other load leaves it alone, or nearly."""
     engine.end_batch()
-    return statistics.median(rounds)
+    start = time.thread_time()
+    for _ in range(calls):
+        call()
+    return (time.thread_time() - start) / calls * 1e6
 
 
 def op_calls(calls: int) -> dict[str, float]:
-    """Microseconds a dispatch and an op call."""
+    """Microseconds a dispatch and an op call: medians."""
     kernel = vf.Kernel("nothing", "void main() {}", "inout f32 y, uint n", local_size=64)
     with vf.VulkanEngine() as engine:
         x, w = engine.tensor(np.ones((8, 16))), engine.tensor(np.ones((16, 16)))
@@ -48,11 +45,11 @@ def op_calls(calls: int) -> dict[str, float]:
             "matmul": lambda: engine.matmul(x, w),
             "rms_norm": lambda: engine.rms_norm(x, scale),
         }
-        measured = {}
-        for name, call in rows.items():
-            call()
-            measured[name] = microseconds(engine, call, calls)
-        return measured
+        rounds: dict[str, list[float]] = {name: [] for name in rows}
+        for _ in range(ROUNDS):  # in turn: what disturbs the machine for a while disturbs few rounds of each
+            for name, call in rows.items():
+                rounds[name].append(microseconds(engine, call, calls))
+        return {name: statistics.median(times) for name, times in rounds.items()}
 
 
 class Stopwatch:
