@@ -354,8 +354,8 @@ class Fusion:
         if found is None:
             return False
         last = behind[found.place]
-        before = _moved(call) + _moved(last)
-        after = _moved(found.call) + (0 if found.first is None else _moved(found.first))
+        before = call.cost.bytes_moved + last.cost.bytes_moved
+        after = found.call.cost.bytes_moved + (0 if found.first is None else found.first.cost.bytes_moved)
         joint = [found.call] if found.first is None else [found.first, found.call]
         if after >= before or not all(self._can_join(call, last, one) for one in joint):
             return False
@@ -390,8 +390,8 @@ class Fusion:
         for rule in self._rules.get(last.op.name, ()):
             found = rule(calls)
             if found is not None:
-                before = _moved(calls[found.first]) + _moved(last)
-                after = _moved(found.call)
+                before = calls[found.first].cost.bytes_moved + last.cost.bytes_moved
+                after = found.call.cost.bytes_moved
                 if after >= before or not self._can_join(calls[found.first], last, found.call):
                     continue
                 self._count(found.rule, True, before, after)
@@ -402,7 +402,3 @@ class Fusion:
                 between = calls[found.first + 1 : -1]
                 calls[found.first :] = [found.call, *between] if found.at_first else [*between, found.call]
                 return
-
-
-def _moved(call: Call) -> int:
-    return call.cost.bytes_read + call.cost.bytes_written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -93,11 +93,10 @@ def join(first: Call, last: Call) -> Call | None:
     dead = tuple([first.is_dead(i) for i in range(first.num_outputs)])
     key: tuple[Any, ...] = first.identity, last.identity, pattern, dead
     if last.settings or (first.settings and type(first.identity) is not Recipe):  # a recipe has values of its own
-        key = (*key, zeros_of(first.settings), zeros_of(last.settings))
-    found = _recipes.get(key, "new")
-    if not isinstance(found, str):
-        recipe = found
-    else:
+        key = (*key, signs_of_zeros(first.settings.values()), signs_of_zeros(last.settings.values()))
+    try:
+        recipe = _recipes[key]
+    except KeyError:
         recipe = make_recipe(first, last, pattern, dead)
         if recipe is not None and not all(is_available(kernel) for kernel in recipe.op.kernel.kernels()):
             recipe = None  # neither shipped nor cached, and there is no compiler
@@ -105,7 +104,7 @@ def join(first: Call, last: Call) -> Call | None:
             if len(_recipes) >= _MOST_RECIPES:
                 _recipes.clear()
             _recipes[key] = recipe
-    if recipe is None or sum(recipe.cost[1:]) >= _moved(first) + _moved(last):
+    if recipe is None or recipe.cost.bytes_moved >= first.cost.bytes_moved + last.cost.bytes_moved:
         return None
     op, order = recipe.op, recipe.order
     both = first, last
@@ -115,19 +114,15 @@ def join(first: Call, last: Call) -> Call | None:
     return Call(op, recipe.cost, inputs, outputs, len(outputs), recipe.settings, refs, identity=recipe)
 
 
-def zeros_of(settings: Mapping[str, Any]) -> tuple[float, ...]:
-    """The signs of all zeros among settings, in order: calls that differ in those alone have one identity."""
-    return _zeros_among(settings.values())
-
-
-def _zeros_among(values: Iterable[Any]) -> tuple[float, ...]:
+def signs_of_zeros(values: Iterable[Any]) -> tuple[float, ...]:
+    """Of settings, in order, those in tuples too: calls that differ in these signs alone have one identity."""
     signs: list[float] = []
     for value in values:
         if isinstance(value, _NUMBERS):
             if value == 0:  # 0 and False count, with which 0.0 and -0.0 compare equal: a place for each
                 signs.append(math.copysign(1.0, value))
         elif isinstance(value, tuple):
-            signs += _zeros_among(value)
+            signs += signs_of_zeros(value)
     return tuple(signs)
 
 
@@ -234,10 +229,6 @@ def elementwise_neighbours(calls: Sequence[Call]) -> Merge | None:
         if can_move(last, between) and not any(overlap(unwritten, call.reads()) for call in between):
             return Merge(RULE, place, merged, at_first=True)
     return None
-
-
-def _moved(call: Call) -> int:
-    return call.cost.bytes_read + call.cost.bytes_written
 
 
 def known_ops() -> Iterable[FusedMapOp]:

@@ -18,6 +18,11 @@ class Cost(NamedTuple):
     bytes_read: int
     bytes_written: int
 
+    @property
+    def bytes_moved(self) -> int:
+        """Read and written."""
+        return self.bytes_read + self.bytes_written
+
 
 class Op:
     """Base of all ops. An instance is stateless; its inputs are tensors or None (optional ones left out).

@@ -2,31 +2,24 @@
 
 With them is kept what their kernels' texts were (kernel_text.py): nothing is printed to find them; and what kinds of
 calls the step made (remembered_calls.py).
-
-Making a pipeline takes a driver from some to some hundred milliseconds, even where its own cache has the machine code.
-Made one by one while the first step is recorded, they would make that step many times as long as all others; made
-together, on all cores, they take a fraction.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import VkfoldError
 from .kernel import Kernel
-from .kernel_registry import spirv_of_digest, write_atomically
+from .kernel_registry import write_atomically
 from .kernel_text import SOURCES, Printed, hash_of_sources, note_text
 from .remembered_calls import CallKind
-from .switches import cache_folder, logger
-from .vulkan_api import Device, Pipeline
+from .switches import cache_folder
+from .vulkan_api import Device
 
 _DIGEST = re.compile("[0-9a-f]{32}")
 _MOST_PUSH_BYTES = 4096  # more than any kernel has
@@ -133,33 +126,3 @@ def _packed(recipes: Sequence[Recipe], texts: Mapping[str, Printed], calls: Sequ
 def checksum(content: str) -> str:
     """What the first line of a program's file says of the rest."""
     return hashlib.sha256(content.encode()).hexdigest()
-
-
-def make_pipelines(
-    device: Device, recipes: Sequence[Recipe], made: dict[Recipe, Pipeline], makers: list[ThreadPoolExecutor]
-) -> None:
-    """Make the pipelines of recipes, on all cores, into `made`, each as soon as it is there: an interrupt loses none.
-    Left out are those that cannot be made; their first use will say why.
-
-    makers: has the threads while they are at work. Who destroys the device waits for them: a second interrupt may have
-    come while this waited.
-    """
-
-    def make(recipe: Recipe) -> None:
-        spirv = spirv_of_digest(recipe.digest)
-        if spirv is None:
-            return
-        try:
-            made[recipe] = device.create_pipeline(
-                spirv, recipe.local_size, recipe.push_bytes, recipe.name, recipe.subgroup_size, recipe.constants
-            )
-        except (VkfoldError, ValueError, OverflowError) as error:  # sizes that no kernel has, from a foreign file
-            logger.info("kernel %s: not made ahead: %s", recipe.name, error)
-
-    threads = ThreadPoolExecutor(max_workers=os.cpu_count() or 1)
-    makers.append(threads)
-    try:
-        list(threads.map(make, recipes))
-    finally:
-        threads.shutdown(cancel_futures=True)
-        makers.remove(threads)

@@ -218,9 +218,9 @@ class StepReplayer:
         self._captures: weakref.WeakSet[Capture] = weakref.WeakSet()
         self._uses: list[PoolUse] = []
 
-    def make_pipelines(self, program: str) -> list[CallKind]:
-        """Make what a step of this program used the last time it ran, and read what is known of variants; returns the
-        kinds of calls that the step made.
+    def recall(self, program: str) -> list[CallKind]:
+        """Make the pipelines that a step of this program used the last time it ran, and read what is known of variants;
+        returns the kinds of calls that the step made.
 
         program: any text that tells what the step records.
         """

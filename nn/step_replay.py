@@ -71,7 +71,7 @@ class StepReplay:
         self._unreported = Unreported()
         self._program = self._describe()
         self._remembered = False  # whether the next run will know this step's pipelines and calls
-        if prepare_calls(self.engine, self.replayer.make_pipelines(self._program)):
+        if prepare_calls(self.engine, self.replayer.recall(self._program)):
             _collect_once()
         self._ahead: tuple[Capture, Sequence[MicroBatch]] | None = None  # whose data already lies in the other set
 

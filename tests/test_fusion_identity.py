@@ -11,7 +11,7 @@ import pytest
 from vkfold.engine import compute_engine
 from vkfold.engine.expr import constant, variables
 from vkfold.engine.fusion import Call
-from vkfold.engine.fusion_map import zeros_of
+from vkfold.engine.fusion_map import signs_of_zeros
 from vkfold.engine.launcher import OpLauncher
 from vkfold.engine.map_kernel import MapKernel
 from vkfold.engine.op import Cost, Op
@@ -109,8 +109,8 @@ def test_zeros_have_signs(engine: VulkanEngine, zeros: tuple[float, float]) -> N
 
 def test_signs_of_zeros_among_settings() -> None:
     settings = {"a": 0.0, "b": (1.0, -0.0, (0.0, np.float32(-0.0))), "c": 0, "d": False, "e": "0", "f": 2.0, "g": None}
-    assert zeros_of(settings) == (1.0, -1.0, 1.0, -1.0, 1.0, 1.0)
-    assert zeros_of({}) == zeros_of({"a": 3.0, "b": (1, 2), "c": True, "d": "", "e": None}) == ()
+    assert signs_of_zeros(settings.values()) == (1.0, -1.0, 1.0, -1.0, 1.0, 1.0)
+    assert signs_of_zeros([]) == signs_of_zeros([3.0, (1, 2), True, "", None]) == ()
 
 
 def test_zeros_have_places(engine: VulkanEngine) -> None:
