@@ -249,7 +249,7 @@ class BlockFold:
                 self._refuse(f"{name} is of {a!r} and {b!r}, needed are two held rows")
         for what, kinds in ((self.numbers, NUMBER_KINDS), (self.positions, POSITION_KINDS)):
             for name, kind in what.items():
-                if kind not in list(kinds):
+                if kind not in list(kinds):  # it may not be hashable
                     self._refuse(f"{name} is {kind!r}, not one of {', '.join(kinds)}")
         if set(self.absent) - set(self.numbers) or len(self.absent) > MOST_OPTIONAL:
             given = ", ".join(map(str, self.absent))

@@ -155,7 +155,7 @@ class FoldSpec:
 
     def _check_inputs(self) -> None:
         for name, kind in self.inputs.items():
-            if kind not in list(INPUT_KINDS):
+            if kind not in list(INPUT_KINDS):  # it may not be hashable
                 self._refuse(f"input {name} is {kind!r}, not one of {', '.join(INPUT_KINDS)}")
             if kind == "step" and name not in _STEP_FIELDS:
                 self._refuse(f"{name} is no step parameter: those are {', '.join(_STEP_FIELDS)}")

@@ -112,7 +112,7 @@ class OpProfiler:
         for i, (call, kernels, planned) in enumerate(self._calls):
             start, stop = times[2 * i : 2 * i + 2]
             cost = call.cost
-            moved = cost.bytes_read + cost.bytes_written
+            moved = cost.bytes_moved
             scope = call.scope or Scope()
             reasons = {name: planned[name] for name in kernels if name in planned}
             numbers = cost.flops, moved, start, stop - start

@@ -125,7 +125,7 @@ def op_rows(plan: TrainingPlan) -> list[dict[str, Any]]:
             "inputs": [list(shape) for shape in record.inputs],
             "outputs": [list(shape) for shape in record.outputs],
             "flops": record.cost.flops,
-            "bytes": record.cost.bytes_read + record.cost.bytes_written,
+            "bytes": record.cost.bytes_moved,
             "live_bytes": record.live_bytes,
             "kept": record.kept,
         }
